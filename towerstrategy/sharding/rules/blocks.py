@@ -1,8 +1,8 @@
-"""Rules for rows behind rows: two views, or real and generated images, as one batch.
+"""Rules for batches concatenated along the rows: two views, or real and generated images.
 
-Goes in: operations that put sharded tensors behind each other along the rows, and that take them
-apart again, at a number of rows.  Comes out: plans of :class:`spec.Blocks`, or of the one block
-that a batch is; each tower does the same with its own rows.
+Goes in: an op that concatenates sharded tensors along the rows, or that slices such a tensor at
+multiples of the batch's size.  Comes out: a plan with :class:`spec.Blocks`, or with the single
+block that a batch is; each tower concatenates or slices its own rows.
 """
 
 from __future__ import annotations
@@ -18,25 +18,27 @@ from towerstrategy.sharding.rules.registry import Op, Plan, rule
 from towerstrategy.sharding.spec import REPLICATED, Sharded, Size, Spec
 
 
-def behind_each_other(specs: Sequence[Spec]) -> Sharded | None:
-    """Tensors of these specs along the rows; None where that has no spec."""
-    alike = {_some(spec, 1) if isinstance(spec, Sharded) and spec.times else None for spec in specs}
-    first = alike.pop() if len(alike) == 1 else None
-    return None if first is None or len(specs) < 2 else _some(
-        first, sum(spec.blocks for spec in specs if isinstance(spec, Sharded)))
+def concatenated(specs: Sequence[Spec]) -> Sharded | None:
+    """The spec of tensors of these specs, concatenated along the rows; None if it has none."""
+    single = {_with_blocks(spec, 1) if isinstance(spec, Sharded) and spec.times else None
+              for spec in specs}
+    block = single.pop() if len(single) == 1 else None
+    return None if block is None or len(specs) < 2 else _with_blocks(
+        block, sum(spec.blocks for spec in specs if isinstance(spec, Sharded)))
 
 
-def part(spec: Sharded, parts: int) -> Sharded | None:
-    """One of so many equal parts along the rows; None where a part is not some of the blocks."""
-    return None if spec.blocks % parts else _some(spec, spec.blocks // parts)
+def split(spec: Sharded, count: int) -> Sharded | None:
+    """The spec of each of ``count`` equal parts along the rows; None if these cut a block."""
+    return None if spec.blocks % count else _with_blocks(spec, spec.blocks // count)
 
 
-def _some(spec: Sharded, count: int) -> Sharded:
+def _with_blocks(spec: Sharded, count: int) -> Sharded:
+    """``spec`` with ``count`` blocks."""
     return dataclasses.replace(spec, group=spec.some(count))
 
 
 def strided_slice(op: Op, spec: Sharded, specs: Sequence[Spec]) -> Plan | None:
-    """A strided slice from where one block begins to where one ends."""
+    """Plan of a strided slice of whole blocks."""
     steps, dim = entries_of(op.inputs[3]), spec.dim
     masks = any(op.attr(f"{name}_mask") for name in ("ellipsis", "new_axis", "shrink_axis"))
     if steps is None or masks or len(steps) <= dim or steps[dim] != 1:
@@ -47,7 +49,7 @@ def strided_slice(op: Op, spec: Sharded, specs: Sequence[Spec]) -> Plan | None:
 
 
 def slice_(op: Op, spec: Sharded, specs: Sequence[Spec]) -> Plan | None:
-    """``tf.slice`` of some blocks: the gradient of a concatenation."""
+    """Plan of a ``tf.slice`` of whole blocks: the gradient of a concatenation."""
     begin, sizes = _block_at(op, spec, 1, specs[1]), shapes.static_sizes(op, 2, specs[2])
     if begin is None:
         return None
@@ -59,15 +61,16 @@ def slice_(op: Op, spec: Sharded, specs: Sequence[Spec]) -> Plan | None:
 
 def _between(spec: Sharded, begin: int | None, end: int | None,
              specs: Sequence[Spec]) -> Plan | None:
+    """Plan of a slice of the blocks ``begin`` to ``end``."""
     if begin is None or end is None or not begin < end <= spec.blocks:
         return None
     takes = [each if isinstance(each, Size) and each.at == spec.dim else REPLICATED
-             for each in specs[1:]]  # what counts rows along another dimension counts all of them
-    return Plan([spec, *takes], [_some(spec, end - begin)])
+             for each in specs[1:]]  # a number of rows for another dimension means all rows
+    return Plan([spec, *takes], [_with_blocks(spec, end - begin)])
 
 
 def _block_at(op: Op, spec: Sharded, index: int, limit: Spec) -> int | None:
-    """Before which block a vector of places, an input, comes along the rows; None if in one."""
+    """How many whole blocks a limit of a slice, input ``index``, counts along the rows, or None."""
     if not isinstance(limit, Size):
         entries = entries_of(op.inputs[index])
         return 0 if entries is not None and entries[spec.dim] == 0 else None
@@ -79,23 +82,23 @@ def _block_at(op: Op, spec: Sharded, index: int, limit: Spec) -> int | None:
 
 @rule("ConcatOffset")
 def concat_offset(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    """Where each of some shapes begins along the rows: behind so many blocks."""
+    """Offsets of the inputs of a concatenation along the rows, each a multiple of the rows."""
     axis, sizes = op.value(0), [size for size in specs[1:] if isinstance(size, Size)]
-    whole = behind_each_other([size.shards(size.at) for size in sizes])
-    if axis is None or whole is None or whole.dim != int(axis) or len(sizes) < len(specs) - 1:
+    joined = concatenated([size.shards(size.at) for size in sizes])
+    if axis is None or joined is None or joined.dim != int(axis) or len(sizes) < len(specs) - 1:
         return None
     before = itertools.accumulate(size.blocks for size in sizes[:-1])
     return Plan([REPLICATED, *sizes], [REPLICATED, *(
-        Size(whole.dim, (whole.times or 0) * count, whole.one_block) for count in before)])
+        Size(joined.dim, (joined.times or 0) * count, joined.one_block) for count in before)])
 
 
 @rule("SpaceToBatchND", "BatchToSpaceND")
 def space_to_batch(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    """Some of each example's positions behind others of it, and back: a dilated convolution."""
-    spec, strides = specs[0], op.value(1)
-    if not isinstance(spec, Sharded) or spec.dim or not spec.times or strides is None:
+    """For a dilated convolution: the output has one block for each position in a space block."""
+    spec, block_shape = specs[0], op.value(1)
+    if not isinstance(spec, Sharded) or spec.dim or not spec.times or block_shape is None:
         return None
-    count = math.prod(map(int, strides))
+    count = math.prod(map(int, block_shape))
     before, after = (1, count) if op.type == "SpaceToBatchND" else (count, 1)
-    return Plan([spec, REPLICATED, REPLICATED], [_some(spec, after)]) \
+    return Plan([spec, REPLICATED, REPLICATED], [_with_blocks(spec, after)]) \
         if spec.blocks == before else None

@@ -36,7 +36,7 @@ def _reduced(op: Op, axes: Spec) -> Sequence[bool | None] | None:
 def reduction(op: Op, specs: Sequence[Spec]) -> Plan | None:
     spec, keep = specs[0], op.attr("keep_dims")
     if isinstance(spec, (Size, Sizes)) and op.type in ("Max", "Min"):
-        return shapes.one_of_sizes(op, spec)
+        return shapes.extreme_of_sizes(op, spec)
     if isinstance(spec, Size):
         return shapes.product_of_size(op, specs) if op.type == "Prod" else None
     reduced = _reduced(op, specs[1])

@@ -1,7 +1,7 @@
-"""Shapes and sizes: numbers of rows, known for the batch and for each tower.
+"""Rules for shapes and sizes: numbers of rows, known for the batch and for each tower.
 
-Goes in: an operation.  Comes out: its plan.  A number that counts rows stays a :class:`Size` as
-long as the towers' add up to the batch's; else the batch's is meant.
+Goes in: an op and the specs of its inputs.  Comes out: its plan.  A number of rows stays a
+:class:`Size` as long as the towers' numbers add up to the batch's; else it is the batch's number.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def shape(op: Op, specs: Sequence[Spec]) -> Plan | None:
                 for index, spec in enumerate(specs)]
 
     if op.type == "Shape" and not isinstance(specs[0], Sharded):
-        return Plan(specs, [REPLICATED])  # a part of a sum has the sum's shape
+        return Plan(specs, [REPLICATED])  # a tower's part of a sum has the shape of the sum
     return Plan(specs, gives, whole=whole, part=lambda m, tower: [
         m.own_shape(index, tower, op.outputs[0].dtype) for index in range(len(specs))])
 
@@ -56,7 +56,7 @@ def size(op: Op, specs: Sequence[Spec]) -> Plan | None:
     spec, static = specs[0], op.inputs[0].shape
     if not isinstance(spec, Sharded):
         return None if isinstance(spec, ListOf) else Plan(specs, [REPLICATED])
-    times = None if static.rank is None else _times(static.as_list(), spec.dim, spec)
+    times = None if static.rank is None else _entries_an_example(static.as_list(), spec.dim, spec)
 
     def whole(m: Any) -> list[Any]:
         dtype = op.outputs[0].dtype
@@ -73,23 +73,24 @@ def rank(op: Op, specs: Sequence[Spec]) -> Plan | None:
 
 
 def _entries(tensor: tf.Tensor, spec: Spec) -> Any:
+    """The values that are known in a tensor of integers, see :func:`entries_of`."""
     known = spec.known if isinstance(spec, Size) else None
     return entries_of(tensor) if known is None else np.array(known, object)
 
 
 def static_sizes(op: Op, index: int, spec: Spec) -> list[Any] | None:
-    """The numbers of a shape: ints, None where unknown, the :class:`Sharded` where rows are."""
+    """The sizes in an input that is a shape: ints, None if unknown, a :class:`Sharded` for rows."""
     entries = _entries(op.inputs[index], spec)
     if entries is None or entries.ndim != 1:
         return None
-    known = list(entries)
-    if isinstance(spec, Size) and spec.at < len(known):
-        known[spec.at] = spec.shards(0)
-    return known
+    sizes = list(entries)
+    if isinstance(spec, Size) and spec.at < len(sizes):
+        sizes[spec.at] = spec.shards(0)
+    return sizes
 
 
-def _of_one_rank(op: Op, specs: Sequence[Spec]) -> list[list[Any]]:
-    """The sizes of shapes that are broadcast, with ones in front; none where not known."""
+def _shapes_of_one_rank(op: Op, specs: Sequence[Spec]) -> list[list[Any]]:
+    """The inputs, shapes that are broadcast, padded with ones in front; [] if one is unknown."""
     sizes = [static_sizes(op, index, spec) for index, spec in enumerate(specs)]
     known = [each for each in sizes if each is not None]
     rank = max(map(len, known), default=0)
@@ -98,13 +99,14 @@ def _of_one_rank(op: Op, specs: Sequence[Spec]) -> list[list[Any]]:
 
 @rule("BroadcastGradientArgs")
 def broadcast_gradient_args(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    """Over which axes to sum; which of them does not depend on how many rows there are.
+    """The axes over which gradients of a broadcast are summed, whatever the number of rows.
 
-    The whole batch's shapes are compared.  A dimension with rows in both shapes is in neither;
-    one with rows beside a 1 is in the other.  TensorFlow sums over what is 1 in both shapes, too,
-    as are rows where the batch has one: not so here, as other towers have none.
+    The whole batch's shapes are compared.  A dimension that has rows in both shapes is no axis; one
+    that has rows in one shape and size 1 in the other is an axis of the other.  TensorFlow also
+    sums over dimensions of size 1 in both shapes, such as the rows of a batch of one row.  That
+    would be wrong here, as the other towers have no rows.
     """
-    sizes = _of_one_rank(op, specs)
+    sizes = _shapes_of_one_rank(op, specs)
     if not sizes:
         return None
     (first, second), lengths = sizes, [tensor.shape[0] for tensor in op.inputs]
@@ -115,46 +117,48 @@ def broadcast_gradient_args(op: Op, specs: Sequence[Spec]) -> Plan | None:
     def whole(m: Any) -> list[Any]:
         dtype = op.outputs[0].dtype
         if values[0] is None or values[1] is None:
-            found = m.copy([m.whole(0), m.whole(1)], HOST)
-            return [m.make("ListDiff", [axes, m.constant(
-                [dim for dim, summed in enumerate(given.reduced) if summed is False], dtype, HOST)],
-                HOST) for axes, given in zip(found, gives)]
+            outputs = m.copy([m.whole(0), m.whole(1)], HOST)
+            return [m.make("ListDiff", [output, m.constant(
+                [dim for dim, summed in enumerate(axes.reduced) if summed is False], dtype, HOST)],
+                HOST) for output, axes in zip(outputs, gives)]
         return [m.constant(np.asarray(value, np.int64), dtype, None) for value in values]
 
     return Plan(specs, gives, whole=whole)
 
 
-def _axes(own: Sequence[Any], other: Sequence[Any], missing: int) -> Axes:
+def _axes(shape: Sequence[Any], other: Sequence[Any], missing: int) -> Axes:
+    """The axes for one operand of a broadcast, to whose shape ``missing`` ones were added."""
     reduced: list[bool | None] = []
-    for dim, (mine, its) in enumerate(zip(own, other)):
+    for dim, (size, other_size) in enumerate(zip(shape, other)):
         if dim < missing:
             reduced.append(True)
-        elif isinstance(mine, Sharded) or isinstance(its, Sharded):
-            both = isinstance(mine, Sharded) and isinstance(its, Sharded)
-            if both and not mine.goes_with(its):
+        elif isinstance(size, Sharded) or isinstance(other_size, Sharded):
+            both = isinstance(size, Sharded) and isinstance(other_size, Sharded)
+            if both and not size.goes_with(other_size):
                 reduced.append(None)
-            elif isinstance(mine, Sharded):
+            elif isinstance(size, Sharded):
                 reduced.append(False)
             else:
-                reduced.append({1: True, None: None}.get(mine, False))
-        elif mine is None or its is None and mine == 1:
+                reduced.append({1: True, None: None}.get(size, False))
+        elif size is None or other_size is None and size == 1:
             reduced.append(None)
         else:
-            reduced.append(mine == 1 and its != 1)
+            reduced.append(size == 1 and other_size != 1)
     return Axes(tuple(reduced))
 
 
 def _known_axes(axes: Axes) -> list[int] | None:
+    """The axes as a list; None unless all are known."""
     if None in axes.reduced:
         return None
     return [dim for dim, reduced in enumerate(axes.reduced) if reduced]
 
 
-def moved(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    """Entries of shapes, moved about: sliced, packed, put together, taken apart, transposed.
+def moved_sizes(op: Op, specs: Sequence[Spec]) -> Plan | None:
+    """The plan of an op that moves entries of shapes: slices, packs, concatenates, transposes.
 
-    What counts rows is marked, and looked for in what comes out. Where it is not, the towers'
-    numbers are the batch's.
+    The spec itself is put in place of each number of rows in the inputs, and looked for in the
+    outputs. An output without one is the same for all towers.
     """
     inputs = []
     for tensor, spec in zip(op.inputs, specs):
@@ -164,31 +168,31 @@ def moved(op: Op, specs: Sequence[Spec]) -> Plan | None:
         inputs.append(entries)
     gives: list[Spec] = []
     for entries in outputs_of(op.operation, inputs):
-        places = [] if entries is None else [
+        indices = [] if entries is None else [
             at for at, entry in enumerate(entries.flat) if isinstance(entry, Size)]
-        if entries is not None and len(places) > 1 and len({*entries.flat}) == 1:
+        if entries is not None and len(indices) > 1 and len({*entries.flat}) == 1:
             return Plan([REPLICATED] * len(specs), [Sizes(entries.flat[0].moved(0))])
-        if entries is None or len(places) > 1 or not places and any(
+        if entries is None or len(indices) > 1 or not indices and any(
                 each is None for each in inputs):
             return None
-        gives.append(entries.flat[places[0]].moved(places[0]) if places else REPLICATED)
+        gives.append(entries.flat[indices[0]].moved(indices[0]) if indices else REPLICATED)
     return Plan([spec if isinstance(spec, Size) else REPLICATED for spec in specs], gives)
 
 
 def product_of_size(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    """How many entries a shape has."""
+    """The plan of the product of a shape's sizes: the number of entries of a tensor."""
     spec = specs[0]
     if not isinstance(spec, Size) or op.out_rank() != 0 or op.rank(0) not in (0, 1):
         return None
-    if op.rank(0) == 0:  # a single size, as of an axis that is no list
+    if op.rank(0) == 0:  # a scalar: nothing is reduced
         return Plan([spec, REPLICATED], [spec])
-    known = static_sizes(op, 0, spec)
-    times = None if known is None else _times(known, spec.at, spec)
+    sizes = static_sizes(op, 0, spec)
+    times = None if sizes is None else _entries_an_example(sizes, spec.at, spec)
     return Plan([spec, REPLICATED], [Size(0, times, spec.group)])
 
 
-def one_of_sizes(op: Op, spec: Size | Sizes) -> Plan | None:
-    """The largest, or smallest, of some numbers of rows that are alike."""
+def extreme_of_sizes(op: Op, spec: Size | Sizes) -> Plan | None:
+    """The plan of the maximum or minimum of equal numbers of rows."""
     size = spec.each if isinstance(spec, Sizes) else spec
     if op.out_rank() != 0 or isinstance(spec, Size) and op.inputs[0].shape != [1]:
         return None
@@ -202,8 +206,8 @@ def one_of_sizes(op: Op, spec: Size | Sizes) -> Plan | None:
         HOST)])
 
 
-def _times(sizes: Sequence[Any], rows: int, spec: Sharded | Size) -> int | None:
-    """Entries an example has in a tensor of these sizes; None if unknown."""
+def _entries_an_example(sizes: Sequence[Any], rows: int, spec: Sharded | Size) -> int | None:
+    """How many entries an example has in a tensor with rows in dimension ``rows``, if known."""
     others = [size for at, size in enumerate(sizes) if at != rows]
     known = spec.times is not None and None not in others
     return math.prod(map(int, [spec.times, *others])) if known else None
@@ -211,29 +215,30 @@ def _times(sizes: Sequence[Any], rows: int, spec: Sharded | Size) -> int | None:
 
 @rule("DynamicStitch")
 def dynamic_stitch(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    """The shape that a gradient takes with summed dimensions of size 1."""
-    return moved(op, specs) if all(isinstance(spec, (Size, Replicated)) for spec in specs) else None
+    """The shape of a gradient whose summed dimensions are kept, with size 1."""
+    moves = all(isinstance(spec, (Size, Replicated)) for spec in specs)
+    return moved_sizes(op, specs) if moves else None
 
 
 @rule("BroadcastArgs")
 def broadcast_args(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    """The shape of a broadcast: rows beside rows, or beside a 1."""
-    wide = [{*pair} - {1} for pair in zip(*_of_one_rank(op, specs))]
-    rows = [at for at, pair in enumerate(wide) if any(isinstance(one, Sharded) for one in pair)]
-    given = [spec for spec in specs if isinstance(spec, Size)]
-    if len(rows) != 1 or len(wide[rows[0]]) > 1 or not given[0].times:
+    """The shape of a broadcast of rows against rows, or against size 1."""
+    pairs = [{*pair} - {1} for pair in zip(*_shapes_of_one_rank(op, specs))]
+    rows = [at for at, pair in enumerate(pairs) if any(isinstance(one, Sharded) for one in pair)]
+    sizes = [spec for spec in specs if isinstance(spec, Size)]
+    if len(rows) != 1 or len(pairs[rows[0]]) > 1 or not sizes[0].times:
         return None
     return Plan([spec if isinstance(spec, Size) else REPLICATED for spec in specs],
-                [given[0].moved(rows[0])])
+                [sizes[0].moved(rows[0])])
 
 
 @rule("Range")
 def range_(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    """The numbers of the rows: each tower's start where the one before ends."""
+    """The numbers of the rows: each tower's begin where the numbers of the tower before end."""
     limit = specs[1]
     if not isinstance(limit, Size) or any(isinstance(specs[at], Size) for at in (0, 2)):
         return None
-    if limit.blocks > 1:  # whose numbers are not those of the towers one after another
+    if limit.blocks > 1:  # a tower's rows do not have consecutive numbers
         return None
     if op.value(0) is None or int(op.value(0)) or op.value(2) is None or int(op.value(2)) != 1:
         return None
@@ -242,8 +247,8 @@ def range_(op: Op, specs: Sequence[Spec]) -> Plan | None:
         offsets = [m.earlier(1, op.outputs[0].dtype)]
         for count in m.parts(1)[:-1]:
             offsets.append(m.make("AddV2", [offsets[-1], count], None))
-        own = m.copy([m.parts(0), m.parts(1), m.parts(2)], EACH)[0]
-        return [m.make("AddV2", [own, offsets], EACH)]
+        ranges = m.copy([m.parts(0), m.parts(1), m.parts(2)], EACH)[0]
+        return [m.make("AddV2", [ranges, offsets], EACH)]
 
-    # Alone, a tower names its own rows.
+    # In strategy.run a tower numbers its own rows from 0, for use with its own rows.
     return Plan(specs, [limit.shards(0)], make=make, alone=0)

@@ -1,6 +1,6 @@
-"""Operations that move entries about: reshapes, transposes, slices, concatenations, padding.
+"""Rules for ops that move entries: reshapes, transposes, slices, concatenations, padding.
 
-Goes in: an operation.  Comes out: its plan.
+Goes in: an op and the specs of its inputs.  Comes out: its plan.
 """
 
 from __future__ import annotations
@@ -20,30 +20,31 @@ from towerstrategy.sharding.spec import REPLICATED, ListOf, Partial, Sharded, Si
 
 
 def _view(*types: str, data: slice = slice(1), light: bool = False) -> Callable[[Rule], Rule]:
-    """Registers a rule for operations that move entries about: it is asked where rows are.
+    """Registers a rule for ops that move entries; it is called for sharded inputs.
 
-    Parts of a sum stay parts, and numbers of rows are looked for in what comes out.
+    Where all data is partial the outputs are partial, too, and where some of it is a
+    :class:`Size` the numbers of rows are looked for in the outputs.
 
     Args:
-      types: the types.
+      types: the op types.
       data: the inputs whose entries are moved.
       light: see :func:`registry.rule`.
     """
 
-    def put(function: Rule) -> Rule:
+    def decorator(function: Rule) -> Rule:
         def view(op: Op, specs: Sequence[Spec]) -> Plan | None:
-            given = specs[data]
-            if isinstance(given[0], Partial) and len(set(given)) == 1:
-                rest: list[Spec] = [REPLICATED] * len(specs)
-                rest[data] = given
-                return Plan(rest, [given[0]] * len(op.outputs), passes=_stays(op))
-            if any(isinstance(spec, Size) for spec in given) and all(map(is_plain, specs)):
-                return shapes.moved(op, specs)
+            moved = specs[data]
+            if isinstance(moved[0], Partial) and len(set(moved)) == 1:
+                takes: list[Spec] = [REPLICATED] * len(specs)
+                takes[data] = moved
+                return Plan(takes, [moved[0]] * len(op.outputs), passes=_is_identity(op))
+            if any(isinstance(spec, Size) for spec in moved) and all(map(is_plain, specs)):
+                return shapes.moved_sizes(op, specs)
             return function(op, specs)
 
         return rule(*types, light=light)(view)
 
-    return put
+    return decorator
 
 
 @_view("Reshape", light=True)
@@ -51,19 +52,19 @@ def reshape(op: Op, specs: Sequence[Spec]) -> Plan | None:
     return reshapes.reshape(op, *specs)
 
 
-def _stays(op: Op) -> bool:
-    """Whether each entry of a part of a sum stays where it is."""
+def _is_identity(op: Op) -> bool:
+    """Whether a transpose or a reshape is known to return its input as it is."""
     if op.type == "Transpose":
-        return _is_in_order(op.value(1))
-    return op.type == "Reshape" and reshapes.changes_nothing(op)
+        return _keeps_order(op.value(1))
+    return op.type == "Reshape" and reshapes.is_identity(op)
 
 
-def _is_in_order(order: Any) -> bool:
-    return order is not None and list(order) == list(range(len(order)))
+def _keeps_order(permutation: Any) -> bool:
+    return permutation is not None and list(permutation) == list(range(len(permutation)))
 
 
-def _with(axis: int, rank: int | None) -> str | None:
-    """Names of so many dimensions, one of which is new."""
+def _with_new(axis: int, rank: int | None) -> str | None:
+    """Names of the dimensions of an output of this rank, in which dimension ``axis`` is new."""
     return None if rank is None else f"{DIMS[:axis % rank]}{MIXED}{DIMS[axis % rank:rank - 1]}"
 
 
@@ -71,12 +72,12 @@ def _with(axis: int, rank: int | None) -> str | None:
 def expand_dims(op: Op, specs: Sequence[Spec]) -> Plan | None:
     axis = op.value(1)
     return None if axis is None else by_names(
-        op, specs, [DIMS], [_with(int(axis), op.out_rank())])
+        op, specs, [DIMS], [_with_new(int(axis), op.out_rank())])
 
 
 @_view("Squeeze", light=True)
 def squeeze(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    """Where it is said what to squeeze: else it is the rows', where a tower has one."""
+    """With explicit axes only: else a tower that has one row would squeeze the rows' dimension."""
     axes = op.attr("squeeze_dims")
     return by_names(op, specs, [but(axes, op.rank(0))], [but(axes, op.rank(0), "")]) \
         if axes else None
@@ -85,23 +86,23 @@ def squeeze(op: Op, specs: Sequence[Spec]) -> Plan | None:
 @_view("Transpose", "ConjugateTranspose", light=True)
 def transpose(op: Op, specs: Sequence[Spec]) -> Plan | None:
     order = op.value(1)
-    if _is_in_order(order) and isinstance(specs[0], Sharded):
+    if _keeps_order(order) and isinstance(specs[0], Sharded):
         return Plan(specs, specs[:1], passes=True)
-    return None if order is None else by_names(op, specs, [DIMS], [[DIMS[at] for at in order]])
+    return None if order is None else by_names(op, specs, [DIMS], [[DIMS[dim] for dim in order]])
 
 
 @_view("ConcatV2", data=slice(-1))
 def concat(op: Op, specs: Sequence[Spec]) -> Plan | None:
     names = but(op.axes(len(specs) - 1, op.out_rank()), op.out_rank())
-    several = blocks.behind_each_other(specs[:-1])
-    if names is None or several is None or names[several.dim] != MIXED:
+    joined = blocks.concatenated(specs[:-1])
+    if names is None or joined is None or names[joined.dim] != MIXED:
         return by_names(op, specs, [names] * (len(specs) - 1), [names])
-    return Plan(specs, [several])
+    return Plan(specs, [joined])
 
 
 @_view("Pack", data=slice(None))
 def pack(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    return by_names(op, specs, [DIMS] * len(specs), [_with(op.attr("axis"), op.out_rank())])
+    return by_names(op, specs, [DIMS] * len(specs), [_with_new(op.attr("axis"), op.out_rank())])
 
 
 @_view("Unpack")
@@ -121,7 +122,7 @@ def split(op: Op, specs: Sequence[Spec]) -> Plan | None:
     names, spec = but(op.axes(0, op.rank(1)), op.rank(1)), specs[1]
     if names is None or not isinstance(spec, Sharded) or names[spec.dim] != MIXED:
         return by_names(op, specs, [None, names], [names])
-    part = blocks.part(spec, len(op.outputs))
+    part = blocks.split(spec, len(op.outputs))
     return Plan([REPLICATED, spec], [part] * len(op.outputs)) if part else None
 
 
@@ -130,14 +131,17 @@ def strided_slice(op: Op, specs: Sequence[Spec]) -> Plan | None:
     spec = specs[0]
     if not isinstance(spec, Sharded):
         return None
-    place = sliced(op, spec.dim, op.rank(0))
-    if place is not None:
-        return Plan([spec, REPLICATED, REPLICATED, REPLICATED], [spec.at(place)])
+    dim = dim_after_slice(op, spec.dim, op.rank(0))
+    if dim is not None:
+        return Plan([spec, REPLICATED, REPLICATED, REPLICATED], [spec.at(dim)])
     return blocks.strided_slice(op, spec, specs) or _first_rows(op, spec)
 
 
 def _first_rows(op: Op, spec: Sharded) -> Plan | None:
-    """A strided slice of one of the first positions, or some: they are among each tower's first."""
+    """Plan of a strided slice that ends at a known row n: gather n rows of each tower, and slice.
+
+    The batch's first n rows are among the first n rows of the towers.
+    """
     begin, end, steps = (op.value(index) for index in (1, 2, 3))
     if begin is None or end is None or steps is None or len(begin) <= spec.dim or not op.rank(0) \
             or spec.blocks > 1 or op.attr("ellipsis_mask") or op.attr("new_axis_mask"):
@@ -152,12 +156,11 @@ def _first_rows(op: Op, spec: Sharded) -> Plan | None:
                                   for dim, size in enumerate(op.inputs[0].shape)])
 
     def make(m: Any) -> list[Any]:
-        kept = np.eye(spec.dim + 1, dtype=int)[spec.dim]
+        row_dim = np.eye(spec.dim + 1, dtype=int)[spec.dim]
         limits = [m.constant(numbers, tf.int32, EACH)
-                  for numbers in (0 * kept, last * kept, 0 * kept + 1)]
-        others = (1 << spec.dim) - 1  # their masks
-        parts = m.make("StridedSlice", [m.parts(0), *limits], EACH, begin_mask=others,
-                       end_mask=others)
+                  for numbers in (0 * row_dim, last * row_dim, 0 * row_dim + 1)]
+        mask = (1 << spec.dim) - 1  # the dimensions in front are whole
+        parts = m.make("StridedSlice", [m.parts(0), *limits], EACH, begin_mask=mask, end_mask=mask)
         rows = m.make("ConcatV2", [*parts, m.constant(spec.dim, tf.int32, None)], None,
                       N=len(parts)) if len(parts) > 1 else parts[0]
         rows = m.towers.across.cross("gather", rows, m.home, whole_shape, spec.dim)
@@ -166,20 +169,20 @@ def _first_rows(op: Op, spec: Sharded) -> Plan | None:
     return Plan([spec, REPLICATED, REPLICATED, REPLICATED], [REPLICATED], make)
 
 
-def sliced(op: Op, dim: int, rank: int | None) -> int | None:
-    """Where a dimension that is taken whole is behind a strided slice; None if it is not."""
+def dim_after_slice(op: Op, dim: int, rank: int | None) -> int | None:
+    """The output dimension that a strided slice makes of ``dim``; None unless it is taken whole."""
     count = op.inputs[1].shape[0] if op.rank(1) == 1 else None
     if rank is None or count is None:
         return None
     masks = {name: op.attr(f"{name}_mask")
              for name in ("begin", "end", "shrink_axis", "new_axis", "ellipsis")}
     steps = op.value(3)
-    named = sum(not (masks["new_axis"] | masks["ellipsis"]) >> at & 1 for at in range(count))
+    explicit = sum(not (masks["new_axis"] | masks["ellipsis"]) >> at & 1 for at in range(count))
     source = target = 0
     for at in range(count):
         bit = 1 << at
         if masks["ellipsis"] & bit:
-            skipped = rank - named
+            skipped = rank - explicit
             if source <= dim < source + skipped:
                 return target + dim - source
             source, target = source + skipped, target + skipped
@@ -200,7 +203,7 @@ def strided_slice_grad(op: Op, specs: Sequence[Spec]) -> Plan | None:
     if not isinstance(size, Size) or not isinstance(gradient, Sharded) \
             or op.inputs[0].shape.rank != 1:
         return None
-    if sliced(op, size.at, op.inputs[0].shape[0]) == gradient.dim:
+    if dim_after_slice(op, size.at, op.inputs[0].shape[0]) == gradient.dim:
         if (gradient.times, gradient.group) != (size.times, size.group):
             return None
         return Plan([size, REPLICATED, REPLICATED, REPLICATED, gradient], [size.shards(size.at)])
@@ -239,34 +242,33 @@ def broadcast_to(op: Op, specs: Sequence[Spec]) -> Plan | None:
     rank, out = op.rank(0), op.out_rank()
     if not isinstance(size, Size) or rank is None or out is None or isinstance(value, ListOf):
         return None
-    at, whole = size.at - (out - rank), size.shards(size.at)
+    dim, result = size.at - (out - rank), size.shards(size.at)
     if isinstance(value, Sharded):
-        return Plan([value, size], [whole]) if value == whole.at(at) else None
-    one = at < 0 or op.inputs[0].shape[at] == 1  # for all rows
-    return Plan([REPLICATED if one else dataclasses.replace(whole, dim=at, broadcast=True), size],
-                [whole])
+        return Plan([value, size], [result]) if value == result.at(dim) else None
+    same = dim < 0 or op.inputs[0].shape[dim] == 1  # for all rows
+    wanted = REPLICATED if same else dataclasses.replace(result, dim=dim, broadcast=True)
+    return Plan([wanted, size], [result])
 
 
 @rule("Tile", light=True)
 def tile(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    value, times = specs
+    value, multiples = specs
     if isinstance(value, Sharded):
         known = op.value(1)
         if known is None:
-            sizes = shapes.static_sizes(op, 1, times)
-            if isinstance(times, Size) or sizes is None or sizes[value.dim] != 1:
+            sizes = shapes.static_sizes(op, 1, multiples)
+            if isinstance(multiples, Size) or sizes is None or sizes[value.dim] != 1:
                 return None
         elif int(known[value.dim]) != 1:
-            several = blocks.behind_each_other([value] * int(known[value.dim]))
-            return Plan([value, REPLICATED], [several]) if several else None
+            joined = blocks.concatenated([value] * int(known[value.dim]))
+            return Plan([value, REPLICATED], [joined]) if joined else None
         return Plan([value, REPLICATED], [value])
-    if isinstance(times, Size) and is_plain(value) and times.times is not None:
-        own = op.inputs[0].shape[times.at] if op.rank(0) is not None else None
-        if own == 1:
-            return Plan([REPLICATED, times], [times.shards(times.at)])
+    if isinstance(multiples, Size) and is_plain(value) and multiples.times is not None \
+            and op.rank(0) is not None and op.inputs[0].shape[multiples.at] == 1:
+        return Plan([REPLICATED, multiples], [multiples.shards(multiples.at)])
     return None
 
 
 @rule("OneHot", light=True)
 def one_hot(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    return by_names(op, specs, [DIMS], [_with(op.attr("axis"), op.out_rank())])
+    return by_names(op, specs, [DIMS], [_with_new(op.attr("axis"), op.out_rank())])
