@@ -1,10 +1,10 @@
-"""A function written for one device, done by the towers while a ``tf.function`` is traced.
+"""Runs a function written for one device on the towers, inside a ``tf.function``.
 
-Goes in: the function and its arguments, sub-batches among them; so ``strategy.run`` hands a step of
-Keras on.  Comes out: one device's results.
+Goes in: the function, such as a step of Keras, and its arguments, with sub-batches among them.
+Comes out: one device's results.
 
-The function is traced once, with an open number of rows, in a replica context of one replica that
-has all rows.  What was traced is then partitioned: see :mod:`propagate` and :mod:`partition`.
+The function is traced once, with an unknown number of rows, in a replica context of one replica
+that has all rows.  The graph is then partitioned: see :mod:`propagate` and :mod:`partition`.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _log = logging.getLogger("towerstrategy")
 
 
 def run(strategy: Any, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """As :func:`call`; in eager code, which is for debugging, and without need, by one device.
+    """As :func:`call`, but one device runs it if one is enough, and in eager code.
 
-    So all that is printed is printed once.
+    Eager code is for debugging, so the function should print everything once.
     """
     devices, extended = strategy.extended.worker_devices, strategy.extended
     alone = len(devices) == 1 and extended.workers is None
@@ -51,17 +51,16 @@ def run(strategy: Any, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 def call(strategy: Any, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """What one device would return for ``fn(*args, **kwargs)`` and all rows.
+    """What one device would return for ``fn(*args, **kwargs)`` with all rows.
 
     Args:
-      strategy: the strategy, whose towers do it.
+      strategy: the strategy whose towers run it.
       fn: the function, written for one device.
-      args: its arguments; per-replica values that hold rows are sharded, all else is the same for
-        all towers.
-      kwargs: keyword arguments, likewise.
+      args: its arguments; per-replica values with rows are sharded, all others are replicated.
+      kwargs: its keyword arguments, likewise.
 
     Raises:
-      ValueError: components of the batch that have different numbers of rows.
+      ValueError: components of the batch have different numbers of rows.
     """
     with no_garbage():
         return _call(strategy, fn, args, kwargs)
@@ -69,10 +68,10 @@ def call(strategy: Any, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 @contextlib.contextmanager
 def no_garbage() -> Iterator[None]:
-    """Within, Python looks for no cycles among the objects that a trace makes, which stay in use.
+    """Switches Python's garbage collector off during a trace, whose objects stay in use.
 
-    Each search goes over all of them: a tenth of a first step.  Behind it they are with what is
-    searched last, as if that had been done.
+    It would go over all of them each time: a tenth of a first step.  Afterwards they are in its
+    oldest generation, as if it had run.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -105,24 +104,24 @@ def _call(strategy: Any, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
                else "" for tensor in traced.outputs]  # returned rows, such as predictions
     outputs = [value.whole() for value in partition.run(layout, values, output_devices=devices)]
     strategy.extended.crossings = dict(towers.crossings)
-    given, _ = finished(strategy, towers, zip(outputs, traced.outputs), partition.effects,
-                        getattr(fn, "__name__", "step"))
-    return result(given)
+    tensors, _ = finished(strategy, towers, zip(outputs, traced.outputs), partition.effects,
+                          getattr(fn, "__name__", "step"))
+    return result(tensors)
 
 
 def finished(strategy: Any, towers: Towers, outputs: Iterable[tuple[Ref, tf.Tensor]],
              effects: Sequence[str], name: str) -> tuple[list[tf.Tensor], list[tf.Operation]]:
-    """Makes a function that is called, or operations, of the nodes that were collected.
+    """Makes a function of the collected nodes and calls it, or imports them into the graph.
 
     Args:
       strategy: the strategy.
-      towers: its towers, whose builder has the nodes.
-      outputs: what is asked for, each with the traced tensor that it stands for.
+      towers: its towers, whose builder has collected the nodes.
+      outputs: the outputs, each with its tensor in the traced graph.
       effects: nodes that must run.
-      name: of the function.
+      name: the function's name.
 
     Returns:
-      A tensor for each output, and the operations that must run, which the tensors wait for.
+      A tensor for each output, and the operations that must run, on which these tensors depend.
     """
     builder, extended, outputs = towers.builder, strategy.extended, list(outputs)
     towers.across.finish()
@@ -137,31 +136,34 @@ def finished(strategy: Any, towers: Towers, outputs: Iterable[tuple[Ref, tf.Tens
     if extended.placement.micro_batches > 1:
         extended.stages.put_in_order(builder.graph, builder.names_by_scope(towers.scopes),
                                      [builder.tensor(ref) for ref, _ in outputs])
-    done = list(map(builder.operation, effects))
-    with tf.control_dependencies(done):
-        return [_given(builder, ref, traced, extended.merge_device)
-                for ref, traced in outputs], done
+    must_run = list(map(builder.operation, effects))
+    with tf.control_dependencies(must_run):
+        return [_returned(builder, ref, traced, extended.merge_device)
+                for ref, traced in outputs], must_run
 
 
 def _is_called(strategy: Any) -> bool:
-    """Whether the step is a function that is called: nobody looks at its operations in Python."""
+    """Whether the step becomes one function call: nothing needs its operations in Python."""
     extended = strategy.extended
     return not (extended.keep_graphs or extended.modes.keeps_graph or extended.modes.compiles
                 or extended.workers or extended.placement.micro_batches > 1
                 or _tf.may_be_recorded())
 
 
-def _given(builder: Builder, ref: Ref, traced: tf.Tensor, elsewhere: str) -> tf.Tensor:
-    """What is given back, where it is: who wants a number of a step waits for it, nobody else."""
+def _returned(builder: Builder, ref: Ref, traced: tf.Tensor, default: str) -> tf.Tensor:
+    """The tensor that the step returns for an output, on the output's device.
+
+    It depends on the whole step, so only those who use it wait for that.
+    """
     tensor = builder.tensor(ref)
     tensor.set_shape(traced.shape)
     _tf.copy_handle_data(traced, tensor)
-    with tf.device(builder.device(ref) or tensor.device or elsewhere):
+    with tf.device(builder.device(ref) or tensor.device or default):
         return tf.identity(tensor)
 
 
 def whole(strategy: Any, leaf: Any) -> Any:
-    """All rows of a component of the batch."""
+    """All rows of a component of the batch; any other argument as it is."""
     if not isinstance(leaf, _tf.PerReplica):
         return leaf
     parts = list(leaf.values)
@@ -175,43 +177,44 @@ def whole(strategy: Any, leaf: Any) -> Any:
 
 
 class _Inputs:
-    """The arguments: which of their tensors hold rows, and what each tower has of them."""
+    """The arguments of the function: which tensors hold rows, and each tower's part of them."""
 
     def __init__(self, strategy: Any, arguments: Any) -> None:
         self._strategy = strategy
-        # A lone tower is given a batch as it is, with as many rows as its first component has.
+        # A lone tower gets plain tensors; those with as many rows as the first one are the batch.
         alone = len(strategy.extended.worker_devices) == 1 and strategy.extended.workers is None
-        self._lone = [leaf.shape[0] for leaf in tf.nest.flatten(arguments)
-                      if alone and isinstance(leaf, tf.Tensor) and leaf.shape.rank]
+        self._lone_rows = [leaf.shape[0] for leaf in tf.nest.flatten(arguments)
+                           if alone and isinstance(leaf, tf.Tensor) and leaf.shape.rank]
         self._structure = tf.nest.map_structure(self._as_argument, arguments)
         leaves = tf.nest.flatten(self._structure)
-        self.tensors = [leaf for leaf in leaves if isinstance(leaf, (tf.Tensor, _Rows))]
+        self.tensors = [leaf for leaf in leaves if isinstance(leaf, (tf.Tensor, _Component))]
         self.specs: list[Spec] = [
             Sharded(0, group=f"batch {leaf.batch}" if leaf.batch else "")
-            if isinstance(leaf, _Rows) else REPLICATED for leaf in self.tensors]
-        self.rows = next((leaf for leaf in leaves if isinstance(leaf, _Rows) and not leaf.batch),
-                         None)
+            if isinstance(leaf, _Component) else REPLICATED for leaf in self.tensors]
+        self._first = next((leaf for leaf in self.tensors
+                            if isinstance(leaf, _Component) and not leaf.batch), None)
 
     def _as_argument(self, leaf: Any) -> Any:
-        if self._lone and isinstance(leaf, tf.Tensor) and leaf.shape.rank \
-                and leaf.shape[0] == self._lone[0]:
-            return _Rows([leaf], None, None)
+        """A component of the batch as :class:`_Component`; any other argument as it is."""
+        if self._lone_rows and isinstance(leaf, tf.Tensor) and leaf.shape.rank \
+                and leaf.shape[0] == self._lone_rows[0]:
+            return _Component([leaf], None, None)
         if not isinstance(leaf, _tf.PerReplica):
             return leaf
         parts = list(leaf.values)
         if all(isinstance(part, tf.Tensor) and part.shape.rank for part in parts):
-            return _Rows(parts, getattr(leaf, "rows", None), self._strategy.extended.workers,
-                         getattr(leaf, "batch", 0))
+            return _Component(parts, getattr(leaf, "rows", None), self._strategy.extended.workers,
+                              getattr(leaf, "batch", 0))
         known, kind = self._strategy.extended.done_with_all_rows, type(parts[0]).__name__
         if len(parts) > 1 and kind not in known:
             known[kind] = "a component of the batch", 0, ""
-            _log.info("What is made of a %s of the batch is done once, with the rows of all "
-                      "towers.", kind)
+            _log.info("Operations on a %s of the batch run once, with the rows of all towers.",
+                      kind)
         return whole(self._strategy, leaf)
 
     def check_rows(self) -> None:
-        """Raises where components of the batch have different numbers of rows on a tower."""
-        rows = [leaf for leaf in self.tensors if isinstance(leaf, _Rows) and not leaf.batch]
+        """Raises if components of the batch have different numbers of rows on a tower."""
+        rows = [leaf for leaf in self.tensors if isinstance(leaf, _Component) and not leaf.batch]
         for other in rows[1:]:
             for tower, (first, part) in enumerate(zip(rows[0].parts, other.parts)):
                 sizes = first.shape[0], part.shape[0]
@@ -221,53 +224,61 @@ class _Inputs:
                         f"{tower} got {sizes[0]} of {first.shape} and {sizes[1]} of {part.shape}.")
 
     def type_specs(self, known_rows: bool) -> list[tf.TensorSpec]:
-        """What the function is traced with: an open number of rows, or the batch's."""
-        return [tf.TensorSpec(leaf.shape, leaf.dtype) if not isinstance(leaf, _Rows)
+        """The signature to trace the function with: an unknown number of rows, or the batch's."""
+        return [tf.TensorSpec(leaf.shape, leaf.dtype) if not isinstance(leaf, _Component)
                 else leaf.known if known_rows else leaf.whole for leaf in self.tensors]
 
     @property
     def known_rows(self) -> int | None:
-        """The batch's number of rows, where it is known while the function is traced."""
-        return None if self.rows is None else self.rows.known.shape[0]
+        """The batch's number of rows; None if it is not known while tracing."""
+        return None if self._first is None else self._first.known.shape[0]
 
     def packed(self, tensors: Sequence[tf.Tensor]) -> Any:
-        """The arguments with these tensors in place of the outer ones."""
-        left = iter(tensors)
-        flat = [next(left) if isinstance(leaf, (tf.Tensor, _Rows)) else leaf
+        """The arguments, with these tensors in place of the outer ones."""
+        tensors_left = iter(tensors)
+        flat = [next(tensors_left) if isinstance(leaf, (tf.Tensor, _Component)) else leaf
                 for leaf in tf.nest.flatten(self._structure)]
         return tf.nest.pack_sequence_as(self._structure, flat)
 
     def values(self, towers: Towers, builder: Builder, traced: Any) -> list[Value]:
-        """What stands for each input of the traced graph."""
-        made = [self._value(towers, builder, leaf, spec)
-                for leaf, spec in zip(self.tensors, self.specs)]
-        return [*made, *(captured(towers, outer, inner.shape) for outer, inner in traced.captures)]
+        """The value of each input of the traced graph."""
+        arguments = [self._value(towers, builder, leaf, spec)
+                     for leaf, spec in zip(self.tensors, self.specs)]
+        return [*arguments, *(captured(towers, outer, inner.shape)
+                              for outer, inner in traced.captures)]
 
     def count(self, towers: Towers, tower: int | None) -> Ref | None:
-        """How many rows a tower has; asked for None those of all workers' towers, if known."""
-        assert self.rows is not None
+        """A tower's number of rows; for None the numbers of all workers' towers, if known."""
+        assert self._first is not None
         builder, host = towers.builder, towers.host
         if tower is None:
-            counts = self.rows.counts
+            counts = self._first.counts
             return None if counts is None else builder.take(counts)
-        part = self.rows.parts[tower]
+        part = self._first.parts[tower]
         if part.shape[0] is not None:
             return builder.constant(part.shape[0], tf.int64, host)
-        # On the tower: where the batch is a GPU's, that has its shape, and the rows need not cross.
+        # On the tower, so that rows in a GPU's memory need not cross for their shape.
         shape = builder.make("Shape", [builder.take(part)], towers.rows[tower][0],
                              f"{towers.scopes[tower]}Shape", out_type=tf.int64)
         first = builder.constant(0, tf.int32, host)
         return builder.make("GatherV2", [shape, first, first], host)
 
     def _value(self, towers: Towers, builder: Builder, leaf: Any, spec: Spec) -> Value:
-        if not isinstance(leaf, _Rows):
+        if not isinstance(leaf, _Component):
             return Value(towers, spec, leaf.shape, builder.take(leaf))
         refs = [builder.take(part) for part in leaf.parts]
         return Value(towers, spec, leaf.whole.shape, None, refs.__getitem__)
 
 
-class _Rows:
-    """The towers' rows of one component of the batch."""
+class _Component:
+    """One component of the batch, as the towers' parts.
+
+    Attributes:
+      parts: each tower's rows.
+      counts: the number of rows of each tower of all workers; None if unknown.
+      batch: 0; or the number of another batch of the step, of another size.
+      whole, known: the ``TensorSpec`` of all rows: of an unknown number; of their number if known.
+    """
 
     def __init__(self, parts: Sequence[tf.Tensor], counts: tf.Tensor | None,
                  workers: Any, batch: int = 0) -> None:
@@ -286,7 +297,7 @@ class _Rows:
 
 def towers_of(strategy: Any, builder: Builder, counts: Callable[[int | None], Ref | None]
               ) -> Towers:
-    """The strategy's towers, for nodes that ``builder`` collects; ``counts`` are their rows."""
+    """The strategy's towers, for nodes of ``builder``; ``counts`` as for :class:`Towers`."""
     placement = strategy.extended.placement
     rows = [[_full(device) for device in placement.row(tower)]
             for tower in range(len(placement.towers))]
@@ -305,7 +316,7 @@ def _full(device: str) -> str:
 
 def _traced(strategy: Any, fn: Callable[..., Any], inputs: _Inputs
             ) -> tuple[Any, Callable[[Sequence[tf.Tensor]], Any]]:
-    """The traced graph, and what packs its outputs as ``fn`` does."""
+    """The traced graph of ``fn``, and a function that packs its outputs as ``fn`` does."""
     converted = _tf.autograph_convert(fn)
 
     def one_device(*tensors: tf.Tensor) -> Any:
@@ -322,15 +333,15 @@ def _traced(strategy: Any, fn: Callable[..., Any], inputs: _Inputs
     except Exception as error:
         if inputs.known_rows is None:
             raise
-        try:  # what is written for batches of one size asks for it in Python
+        try:  # the function may use the number of rows in Python
             traced = trace(known_rows=True)
         except Exception:
             raise error from None
     structure = traced.structured_outputs
 
     def packed(tensors: Sequence[tf.Tensor]) -> Any:
-        left = iter(tensors)
-        flat = [next(left) if isinstance(leaf, tf.Tensor) else leaf
+        tensors_left = iter(tensors)
+        flat = [next(tensors_left) if isinstance(leaf, tf.Tensor) else leaf
                 for leaf in tf.nest.flatten(structure, expand_composites=True)]
         return tf.nest.pack_sequence_as(structure, flat, expand_composites=True)
 
@@ -338,14 +349,14 @@ def _traced(strategy: Any, fn: Callable[..., Any], inputs: _Inputs
 
 
 def _report(strategy: Any, layout: propagate.Layout) -> None:
-    """Notes which operations are done with all rows for want of a rule, and says it once a type."""
+    """Notes the operations that run once, with all rows, for lack of a rule; logs new types."""
     known = strategy.extended.done_with_all_rows
-    for its, operation in layout.all_fallbacks():
+    for containing, operation in layout.all_fallbacks():
         if operation.type not in known:
-            known[operation.type] = operation.name, its.gathered(operation), _tf.line_of(
+            known[operation.type] = operation.name, containing.gathered(operation), _tf.line_of(
                 operation.operation)
-            _log.info("%s (%s) is done once, with the rows of all towers, as no rule does it in "
-                      "parts: %d bytes an example are gathered. %s Its inputs: %s", operation.type,
+            _log.info("%s (%s) runs once, with the rows of all towers, as no rule shards it: "
+                      "%d bytes per example are gathered. %s Its inputs: %s", operation.type,
                       *known[operation.type], ", ".join(
                           f"{each.shape} {spec}" for each, spec
-                          in zip(operation.inputs, its.inputs_of(operation))))
+                          in zip(operation.inputs, containing.inputs_of(operation))))

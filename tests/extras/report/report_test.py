@@ -93,7 +93,7 @@ class DescribeTest(parameterized.TestCase):
         rows = tf.RaggedTensor.from_row_lengths(tf.ones([6]), [1, 2, 3])
         with self.assertLogs("towerstrategy", "INFO") as logs:
             strategy.function(lambda x: tf.reduce_sum(x, 1))(strategy.split(rows))
-        self.assertIn("of a RaggedTensor of the batch", logs.output[-1])
+        self.assertIn("on a RaggedTensor of the batch", logs.output[-1])
         self.assertIn("RaggedTensor", strategy.describe())
 
     def test_a_tower_that_merges_has_one_line(self):
