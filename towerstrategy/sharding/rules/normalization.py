@@ -203,4 +203,4 @@ def _with_given_moments(m: Any, axes: tuple[int, list[int]], inputs: Sequence[An
         shape = m.make("Shape", [images[1]], EACH, out_type=tf.int32)
         dx = m.make("Reshape", [first, shape], EACH)
     back = moved(dx, [there.index(dim) for dim in range(len(there))])
-    return [back, *([one._replace(place=place) for one in first] for place in (1, 2))]
+    return [back, *([one._replace(output=place) for one in first] for place in (1, 2))]
