@@ -314,6 +314,38 @@ class TotalsTest(parameterized.TestCase):
         self.assertLen([each for each in made if each.type == "MatMul"], 1)
         self.assertEmpty([each for each in made if each.type in ("AddN", "SelectV2")])
 
+    def test_convolutions_on_a_tower_without_rows(self):
+        """Else oneDNN's kernels fail, or return wrong shapes, for a last batch of a few rows."""
+        strategy, start = strategy_with(True), np.random.rand(3, 3, 2, 4).astype("f")
+        weight, optimizer = descending(strategy, start)
+
+        def gradient(x):
+            with tf.GradientTape() as tape:
+                y = tf.nn.bias_add(tf.nn.conv2d(x, weight, 1, "VALID"), tf.ones([4]))
+                loss = tf.reduce_mean(tf.nn.max_pool2d(tf.nn.relu(y), 2, 2, "VALID"), [1, 2, 3])
+                loss = tf.reduce_sum(loss)
+            return tape.gradient(loss, weight)
+
+        @tf.function(reduce_retracing=True)
+        def loop(x):
+            strategy.run(lambda x: optimizer.apply_gradients([(gradient(x), weight)]), (x,))
+
+        for rows in (2, 6, 5, 1):  # known while tracing, and open
+            x = np.random.rand(rows, 6, 6, 2).astype("f")
+            wanted = weight.numpy() - gradient(x).numpy()
+            loop(strategy.split(x))
+            np.testing.assert_allclose(weight.numpy(), wanted, atol=1e-5)
+        self.assertEmpty(strategy.extended.own_trace_reasons)
+
+    def test_what_apply_gradients_returns(self):
+        """Else each tower is traced where a step's last line is ``return apply_gradients(...)``."""
+        strategy = strategy_with(True)
+        weight, optimizer = descending(strategy, tf.zeros([]))
+        loop = tf.function(lambda x: strategy.run(
+            lambda x: optimizer.apply_gradients([(tf.reduce_sum(x), weight)]), (x,)))
+        self.assertEqual(int(loop(strategy.split(ROWS))), 1)
+        self.assertEmpty(strategy.extended.own_trace_reasons)
+
     def test_halves_are_added_up_in_float32(self):
         """Else a gradient that crosses as a half loses the parts of small batches."""
         strategy = strategy_with(True)

@@ -283,8 +283,9 @@ _PLAIN = (tf.Tensor, tf.Operation, _tf.CompositeTensor, tf.Variable, _tf.Distrib
 def _check_plain(value: Any) -> None:
     """Raises where tensors may be in attributes, or in the closure, of something in a nest."""
     for leaf in tf.nest.flatten(value):
+        variable = isinstance(getattr(leaf, "handle", None), tf.Tensor)  # Keras 3's own, too
         if _tf.is_unread_variable(leaf) or (
-                hasattr(leaf, "__dict__") and not isinstance(leaf, _PLAIN)):
+                hasattr(leaf, "__dict__") and not variable and not isinstance(leaf, _PLAIN)):
             raise NeedsOwnTrace(f"it hands on a {type(leaf).__name__}, in which tensors cannot "
                                 "be looked up")
 

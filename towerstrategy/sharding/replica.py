@@ -12,6 +12,7 @@ and done once, as is what is done at sync points, which get at the towers' value
 from __future__ import annotations
 
 import collections
+import dataclasses
 import functools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -38,8 +39,15 @@ class NeedsOwnTrace(BaseException):
     """
 
 
+@dataclasses.dataclass
 class ByEach(Plan):
-    """Done by each tower, with what it has."""
+    """Done by each tower, with what it has.
+
+    Attributes:
+      by_rows: the table's plan, where the op fails on a tower without rows unless it is padded.
+    """
+
+    by_rows: Plan | None = None
 
 
 class OfAllRows(Plan):
@@ -146,6 +154,8 @@ class OwnTensors:
                         *(graph.get_tensor_by_name(f"{name}:0") for name in self._inputs)]
         specs: dict[str, Spec] = {tensor.name: OWN if tensor.op.name in self._inputs else REPLICATED
                                   for tensor in graph.inputs}
+        local = {tensor.name: _rows_first(tensor) for tensor in graph.inputs
+                 if specs[tensor.name] == OWN}
         found = propagate.Layout(graph, graphs.needed_in_order(graph), specs, {})
         taken = collections.Counter(name for each in found.order for name in each.input_names)
         added_up = {each.input_names[0] for each in found.order if each.name in self._totals
@@ -161,7 +171,8 @@ class OwnTensors:
             elif self._is_own(operation, given):
                 for name in _tf.functions_of(operation.operation):
                     self._check_function(name)
-                plan = ByEach(given, [OWN] * len(operation.outputs))
+                plan = ByEach(given, [OWN] * len(operation.outputs),
+                              by_rows=_by_rows(operation, local) if self._filled else None)
             elif OWN in given:  # at a sync point: what is tower 0's there is taken for all
                 plan = registry.once(operation)
             else:
@@ -258,6 +269,32 @@ def _rows_of(operation: Op, given: Sequence[Spec], states: Contract,
     return specs if traffic.cheaper(operation, plan, specs).once else None
 
 
+def _by_rows(operation: Op, local: dict[str, Spec]) -> Plan | None:
+    """The table's plan of an op that has to be padded where a tower has no rows.
+
+    ``local`` has the specs of the tensors by name, with a first dimension of an open size as that of
+    the rows; the op's outputs are added.  Where another tensor has such a dimension, that is right
+    as well: padding changes what has no entries alone, and the op's outputs have none either.
+    """
+    specs = [local.get(name, REPLICATED) for name in operation.input_names]
+    plan = registry.plan_of(operation, specs) if specs.count(REPLICATED) < len(specs) else None
+    if plan is None or plan.make is not None or plan.once or list(plan.takes) != specs:
+        local.update((tensor.name, _rows_first(tensor)) for tensor in operation.outputs)
+        return None
+    local.update(zip(operation.output_names, plan.gives))
+    return plan if plan.padded else None
+
+
+def _rows_first(tensor: tf.Tensor) -> Spec:
+    """The spec of a tensor whose first dimension is that of the rows if its size is open."""
+    return Sharded(0, group="own") if tensor.shape.rank and tensor.shape[0] is None else REPLICATED
+
+
+def _with_spec(value: Value, spec: Spec) -> Value:
+    """What each tower has of ``value``, as a value of another spec."""
+    return Value(value.towers, spec, value.shape, None, value.part, value.device)
+
+
 def _sharded(value: Value, spec: Sharded, home: str) -> Value:
     """The towers' own rows as those of one batch, which ``home`` gathers."""
     return Value(value.towers, spec, blocks.opened(value.shape, spec.dim), None, value.part, home)
@@ -297,7 +334,7 @@ class ReplicaPartition(Partition):
                 self._nodes[operation.name] += [*self._controls(operation), *(
                     ref.node for ref in refs if ref.node in self._towers.builder.nodes)]
         elif isinstance(plan, ByEach):
-            made = self._by_each(operation, values)
+            made = self._by_each(operation, values, plan.by_rows)
         elif isinstance(plan, OfAllRows):
             home = self._home(operation, [])
             made = self._once(operation, plan, [
@@ -308,20 +345,30 @@ class ReplicaPartition(Partition):
             return super()._operation(layout, operation)
         self._values.update(zip(operation.output_names, made))
 
-    def _by_each(self, operation: Op, values: Sequence[Value]) -> list[Value]:
-        """The operation on each tower."""
+    def _by_each(self, operation: Op, values: Sequence[Value], by_rows: Plan | None
+                 ) -> list[Value]:
+        """The operation on each tower; by a plan that pads it where a tower has no rows."""
         towers = self._towers.at(self._stages.get(operation.name, self._towers.stage))
         device = operation.definition.device
         device = "" if device in self._towers.rows[0] else device
         home = device or self._of_handle(operation, values)
         controls = self._controls(operation)
+        if by_rows is not None:
+            values = [value if spec == REPLICATED else _with_spec(value, spec)
+                      for value, spec in zip(values, by_rows.takes)]
+            rows = next(value for value in values if isinstance(value.spec, Sharded))
+            values = [value.padded(int(at in by_rows.ones)) for at, value in enumerate(values)]
         part = Lazily(lambda tower: self._copied(
             operation, [value.part(tower) for value in values], home or towers.devices[tower],
             tower, self._own(controls, tower), _with_seed_of(operation, tower)))
         for tower in self._turns:
             part(tower)
-        return [Value(towers, OWN, tensor.shape, None, part.output(index), device)
+        made = [Value(towers, OWN, tensor.shape, None, part.output(index), device)
                 for index, tensor in enumerate(operation.outputs)]
+        if by_rows is not None:
+            made = [_with_spec(_with_spec(value, spec).without_padding(rows), OWN)
+                    for value, spec in zip(made, by_rows.gives)]
+        return made
 
     def _copied(self, operation: Op, inputs: Sequence[Ref], device: str, tower: int | None,
                 controls: Iterable[str], attributes: bytes = b"") -> list[Ref]:
