@@ -1,6 +1,6 @@
-"""What a tensor is that is one of several: what branches give, what a loop's turns make of it.
+"""The spec of a tensor that has several sources: the branches, or the iterations of a loop.
 
-Goes in: specs of the several.  Comes out: the spec of the one, and whether each can become that.
+Goes in: the sources' specs.  Comes out: one spec, and whether each can be redistributed to it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from towerstrategy.sharding.spec import (
 
 
 def can_become(spec: Spec, wanted: Spec) -> bool:
-    """Whether what is of ``spec`` can be redistributed to ``wanted``."""
+    """Whether a tensor with ``spec`` can be redistributed to ``wanted``."""
     if spec == wanted:
         return True
     if isinstance(wanted, Replicated):
@@ -40,15 +40,15 @@ def can_become(spec: Spec, wanted: Spec) -> bool:
     return False
 
 
-def of_branches(condition: Any, specs: Sequence[Spec],
-                empty: Callable[[int, Spec | None], bool]) -> Spec:
-    """What branches give that give these.
+def branch_output(condition: Any, specs: Sequence[Spec],
+                  empty: Callable[[int, Spec | None], bool]) -> Spec:
+    """The spec of an output of branches.
 
     Args:
-      condition: what stands for the branches' condition.
-      specs: what each of them gives.
-      empty: whether that of a branch is a list that no tower needs to have as its own, for entries
-        of a spec.
+      condition: identifies the branches' condition.
+      specs: the output's spec in each branch.
+      empty: whether the output of a branch, by number, is a list without entries, or with entries
+        of a spec; then each tower can have a list of its own.
     """
     first = specs[0]
     if all(spec == first for spec in specs):
@@ -56,24 +56,25 @@ def of_branches(condition: Any, specs: Sequence[Spec],
     lists = [spec for spec in specs if isinstance(spec, ListOf)]
     if lists:
         element = next((each.element for each in lists if each.element is not None), None)
-        of = tuple(spec.element if isinstance(spec, ListOf) else None if empty(number, element)
-                   else REPLICATED for number, spec in enumerate(specs))
-        if {*of} <= {element, None}:
+        elements = tuple(
+            spec.element if isinstance(spec, ListOf) else None if empty(number, element)
+            else REPLICATED for number, spec in enumerate(specs))
+        if {*elements} <= {element, None}:
             return dataclasses.replace(lists[0], element=element)
         are_optionals = all(isinstance(each, OptionalOf) for each in lists)
-        return OptionalOf(None, (condition, of)) if are_optionals else REPLICATED
-    sums = SUM in specs and all(isinstance(spec, Replicated) or spec == SUM for spec in specs)
-    return SUM if sums else REPLICATED
+        return OptionalOf(None, (condition, elements)) if are_optionals else REPLICATED
+    is_sum = SUM in specs and all(isinstance(spec, Replicated) or spec == SUM for spec in specs)
+    return SUM if is_sum else REPLICATED
 
 
-def in_branch(condition: Any, number: int, spec: Spec) -> Spec:
-    """What a branch is given, of which others of the same condition may have made it."""
-    made = spec.by_branch if isinstance(spec, OptionalOf) else None
-    return OptionalOf(made[1][number]) if made is not None and made[0] == condition else spec
+def branch_input(condition: Any, number: int, spec: Spec) -> Spec:
+    """The spec of an input in one branch; branches of the same condition may have made it."""
+    source = spec.by_branch if isinstance(spec, OptionalOf) else None
+    return OptionalOf(source[1][number]) if source and source[0] == condition else spec
 
 
-def turned(before: Spec, after: Spec, tensor: tf.Tensor) -> Spec:
-    """What a loop's variable is to be that was ``before`` and is ``after`` behind the body."""
+def loop_variable(before: Spec, after: Spec, tensor: tf.Tensor) -> Spec:
+    """The spec of a loop variable that starts an iteration as ``before`` and ends as ``after``."""
     if before == after or isinstance(after, Replicated) and isinstance(before, Replicated):
         return before
     if isinstance(before, ListOf) or isinstance(after, ListOf):

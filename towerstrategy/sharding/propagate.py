@@ -263,7 +263,7 @@ class _Propagation:
         for graph in branches:
             self._note_arguments(graph, operation.inputs[1:])
         condition = self._origin(operation.inputs[0], through_loops=False).ref()
-        layouts = [self.layout(graph, [joined.in_branch(condition, number, spec)
+        layouts = [self.layout(graph, [joined.branch_input(condition, number, spec)
                                        for spec in specs[1:]])
                    for number, graph in enumerate(branches)]
         summed = [isinstance(spec, Partial) and any(
@@ -274,8 +274,8 @@ class _Propagation:
                 REPLICATED if whole else spec for whole, spec in zip(summed, specs[1:]))])
         by_output = zip(zip(*(graph.outputs for graph in branches)),
                         zip(*(layout.outputs for layout in layouts)))
-        gives = [joined.of_branches(condition, outputs, functools.partial(self._is_empty, tensors))
-                 for tensors, outputs in by_output]
+        gives = [joined.branch_output(condition, outputs, functools.partial(
+            self._is_empty, tensors)) for tensors, outputs in by_output]
         if any(not joined.can_become(spec, wanted) for layout in layouts
                for spec, wanted in zip(layout.outputs, gives)):
             raise CannotGather(operation.type)
@@ -309,7 +309,7 @@ class _Propagation:
         variables = list(specs)
         for _ in range(ROUNDS):
             layout = self.layout(body, variables)
-            after = [joined.turned(before, now, tensor) for before, now, tensor
+            after = [joined.loop_variable(before, now, tensor) for before, now, tensor
                      in zip(variables, layout.outputs, operation.inputs)]
             if after == variables:
                 return variables, layout
