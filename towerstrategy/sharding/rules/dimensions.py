@@ -1,9 +1,9 @@
-"""One mechanism for most rules: names of dimensions, as an einsum has them.
+"""One mechanism for most rules: names for dimensions, as in an einsum.
 
-Goes in: an operation, the specs of its inputs, and what the dimensions of its inputs and outputs
-are called.  Comes out: its plan.  Where a name stands there are the same positions, in one order:
-rows in a dimension of that name are in all dimensions of that name.  An output without such a
-dimension is made of all rows: it is partial, or the operation is done once.
+Goes in: an op, the specs of its inputs, and the names of the dimensions of its inputs and outputs.
+Comes out: its plan.  Dimensions of one name have the same positions in the same order: if one of
+them is sharded, all are.  An output without this name depends on all rows: it is partial, or the op
+runs once.
 """
 
 from __future__ import annotations
@@ -16,93 +16,93 @@ from typing import Any
 from towerstrategy.sharding.rules.registry import Op, Plan
 from towerstrategy.sharding.spec import REPLICATED, ListOf, Sharded, Spec
 
-DIMS = string.ascii_lowercase  # names of a tensor's dimensions, however many these are
-MIXED = "_"  # of one along which positions depend on each other
-Names = Sequence[Any]  # letters, or other names; a number is that of a dimension that broadcasts
+DIMS = string.ascii_lowercase  # names for the dimensions of a tensor of any rank
+MIXED = "_"  # the name of a dimension whose positions depend on each other: it cannot be sharded
+Names = Sequence[Any]  # letters, or any other names; a number names a dimension that broadcasts
 
 
 def is_plain(spec: Spec) -> bool:
-    """Whether a tensor of this spec can be had whole without anything being gathered."""
+    """Whether a tensor of this spec can be made whole without an all-gather."""
     return not isinstance(spec, (Sharded, ListOf))
 
 
 def one_sharded(specs: Sequence[Spec]) -> Sharded | None:
-    """The spec of all those that are sharded; None where there are none, or several."""
-    found = {spec for spec in specs if isinstance(spec, Sharded)}
-    return found.pop() if len(found) == 1 else None
+    """The one spec that all sharded inputs have; None if there is none, or more than one."""
+    sharded = {spec for spec in specs if isinstance(spec, Sharded)}
+    return sharded.pop() if len(sharded) == 1 else None
 
 
 def but(axes: Sequence[int] | None, rank: int | None, put: str = MIXED) -> str | None:
-    """Names of so many dimensions, with ``put`` for these; None where either is unknown."""
+    """The names of all dimensions but ``axes``, which are named ``put``; None if unknown."""
     if axes is None or rank is None:
         return None
-    named = {axis % max(rank, 1) for axis in axes}
-    return "".join(put if dim in named else DIMS[dim] for dim in range(rank))
+    excluded = {axis % max(rank, 1) for axis in axes}
+    return "".join(put if dim in excluded else DIMS[dim] for dim in range(rank))
 
 
 def by_names(op: Op, specs: Sequence[Spec], inputs: Sequence[Names | None],
              outputs: Sequence[Names | None], parts: Spec | None = None, gathers: bool = False,
              padded: bool = False) -> Plan | None:
-    """The plan of an operation, by the names of dimensions.
+    """The plan of an op, from the names of its dimensions; None if it has to run once.
 
     Args:
       op: the operation.
       specs: the specs of its inputs.
-      inputs: the names of each input's first dimensions; along others nothing is done in parts.
-        None, and further inputs: the same for all towers.
-      outputs: likewise; None where they are not known. One stands for all.
-      parts: what outputs are in which there are no rows; None where there have to be some.
-      gathers: whether of rows against other rows one side stays sharded, that with more entries
-        (the first, where nobody knows), and the other is gathered.
+      inputs: the names of each input's first dimensions; further dimensions cannot be sharded.
+        None, as for further inputs: the input is the same for all towers.
+      outputs: the names of each output's dimensions, None if unknown; one entry counts for all.
+      parts: the spec of an output that depends on all rows; None: then the op runs once.
+      gathers: whether, if inputs have rows in dimensions of several names, the input with the most
+        entries (the first one, if unknown) stays sharded and the others are gathered.
       padded: see :class:`Plan`.
     """
-    given = [*inputs, *[None] * (len(specs) - len(inputs))]
-    rows = [index for index, spec in enumerate(specs) if not is_plain(spec)]
-    named = [index for index in rows if _name(given[index], specs[index]) != MIXED]
-    if not named or len(named) < len(rows) and not gathers \
-            or len(rows) > 1 and any(isinstance(spec, ListOf) for spec in specs):
+    input_names = [*inputs, *[None] * (len(specs) - len(inputs))]
+    sharded = [index for index, spec in enumerate(specs) if not is_plain(spec)]
+    named = [index for index in sharded if _row_name(input_names[index], specs[index]) != MIXED]
+    if not named or len(named) < len(sharded) and not gathers \
+            or len(sharded) > 1 and any(isinstance(spec, ListOf) for spec in specs):
         return None
     entries = {index: _entries(op, index) for index in named}
-    first = named[0] if len(named) == 1 or None in entries.values() else max(
+    main = named[0] if len(named) == 1 or None in entries.values() else max(
         named, key=lambda index: (entries[index], getattr(specs[index], "times", 0) or 0))
-    spec, name = specs[first], _name(given[first], specs[first])
+    spec, name = specs[main], _row_name(input_names[main], specs[main])
     assert isinstance(spec, Sharded)
     takes: list[Spec] = []
-    for index, (own, each) in enumerate(zip(given, specs)):
-        at = None if own is None or name not in own else own.index(name)
-        if isinstance(each, Sharded) and each.dim == at and each.goes_with(spec):
+    for index, (names, each) in enumerate(zip(input_names, specs)):
+        dim = None if names is None or name not in names else names.index(name)
+        if isinstance(each, Sharded) and each.dim == dim and each.goes_with(spec):
             takes.append(each)
         elif isinstance(each, Sharded) and not gathers:
             return None
-        elif at is None or isinstance(name, int) and op.rank(index) is not None \
-                and op.inputs[index].shape[at] == 1:
+        elif dim is None or isinstance(name, int) and op.rank(index) is not None \
+                and op.inputs[index].shape[dim] == 1:
             takes.append(REPLICATED)
         else:
-            takes.append(Sharded(at, spec.times, spec.group, isinstance(name, int)))
-    gives = [None if own is None else spec.at(own.index(name)) if name in own else parts
-             for own in (outputs if len(outputs) > 1 else [*outputs] * len(op.outputs))]
+            takes.append(Sharded(dim, spec.times, spec.group, isinstance(name, int)))
+    gives = [None if names is None else spec.at(names.index(name)) if name in names else parts
+             for names in (outputs if len(outputs) > 1 else [*outputs] * len(op.outputs))]
     known = [each for each in gives if each is not None]
     return Plan(takes, known, padded=padded) if len(known) == len(gives) else None
 
 
-def of_all_rows(op: Op, specs: Sequence[Spec], spec: Sharded) -> Plan | None:
-    """The plan of an operation of all rows: done once, and what comes out is cut as ``spec``.
+def once_and_cut(op: Op, specs: Sequence[Spec], spec: Sharded) -> Plan | None:
+    """The plan of an op that runs once, with all rows, and whose outputs are cut as ``spec`` says.
 
-    So what is made of it is the towers' again. Numbers, one an example, are not worth that.
+    So the ops behind it are sharded again. For one number an example that does not pay.
     """
     if op.out_rank() in (None, 1) or spec.one_block:
         return None
     return Plan([REPLICATED] * len(specs), [spec] * len(op.outputs), once=True)
 
 
-def _name(names: Names | None, spec: Spec) -> Any:
-    """That of the rows' dimension."""
+def _row_name(names: Names | None, spec: Spec) -> Any:
+    """The name of the dimension that has the rows."""
     inside = names is not None and isinstance(spec, Sharded) and spec.dim < len(names)
     return names[spec.dim] if inside else MIXED  # type: ignore[index, union-attr]
 
 
 def _entries(op: Op, index: int) -> int | None:
-    """How many entries an example of an input has, if one dimension is open at most."""
+    """How many entries an example of an input has; None if more than one dimension is open."""
     shape = op.inputs[index].shape
     known = shape.rank is not None and shape.as_list().count(None) < 2
     return math.prod(size or 1 for size in shape) if known else None

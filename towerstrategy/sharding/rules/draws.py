@@ -1,12 +1,12 @@
-"""Random draws of a number for each row: a tower draws its rows of what one device draws.
+"""Rules for random ops: a tower draws, for its rows, the numbers that one device would draw.
 
-Goes in: an operation that draws.  Comes out: its plan.
+Goes in: a random op and the specs of its inputs.  Comes out: its plan.
 
-TensorFlow's generator, Philox, is counter based: each counter gives a group of four numbers (two
-of 64 bits), whoever asks.  So a tower moves the counter on by the groups before its rows, and draws
-its own: bit for bit one device's.  Distributions that need a varying number of random bits have
-counters reserved for each number.  What draws by a state of its own draws once for all rows, of
-which each tower takes its own.
+TensorFlow's generator, Philox, is counter based: each counter always gives the same group of four
+numbers (two of 64 bits).  So a tower advances the counter by the groups of earlier rows, and draws
+its own rows: bit for bit the numbers of one device.  Distributions that need a varying number of
+random bits reserve counters for each number.  An op whose kernel keeps a state runs once, for all
+rows, and its output is cut for the towers.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from towerstrategy.sharding.rules.registry import EACH, Op, Plan, rule
 from towerstrategy.sharding.spec import REPLICATED, Sharded, Size, Spec
 
 _PHILOX = (tf.random.Algorithm.PHILOX.value, tf.random.Algorithm.AUTO_SELECT.value)
-# Counters for each number, of distributions that take a varying number of random bits
-# (GuardedPhiloxRandom::ReserveRandomOutputs).
+# Op type -> how many counters its kernel reserves for each number, where the number of random bits
+# varies (GuardedPhiloxRandom::ReserveRandomOutputs).
 _RESERVED = {"StatelessTruncatedNormalV2": 256 // 4}
 
 
@@ -36,12 +36,12 @@ def draw(op: Op, specs: Sequence[Spec]) -> Plan | None:
         return None
     sizes = shapes.static_sizes(op, 0, size)
     if sizes is None or any(before != 1 for before in sizes[:size.at]):
-        return None  # a tower's numbers are not one behind the other
+        return None  # the numbers of a tower's rows are not consecutive
     width = 1
     for other in sizes[size.at + 1:]:
         width = -1 if other is None or other < 0 or width < 0 else width * int(other)
     return Plan([size, *[REPLICATED] * (len(specs) - 1)], [size.shards(size.at)],
-                make=lambda m: [_drawn(m, width)], alone=0)
+                make=lambda m: [_make_draws(m, width)], alone=0)
 
 
 @rule("RandomUniform", "RandomUniformInt", "RandomStandardNormal", "TruncatedNormal")
@@ -55,7 +55,7 @@ def draw_by_state(op: Op, specs: Sequence[Spec]) -> Plan | None:
 
 @rule("RandomShuffle", "Multinomial", "StatelessMultinomial")
 def draw_of_rows(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    """Of all rows, as the draws are one after another."""
+    """Runs once, with all rows: the draws of a row depend on the draws before."""
     spec = specs[0]
     if not isinstance(spec, Sharded) or spec.one_block or op.out_rank() is None \
             or op.type != "RandomShuffle" and spec.dim:
@@ -64,61 +64,63 @@ def draw_of_rows(op: Op, specs: Sequence[Spec]) -> Plan | None:
                 alone=None if op.type == "RandomShuffle" else 0)
 
 
-def _drawn(m: Any, width: int) -> Any:
-    """Each tower's draw; ``width`` is how many numbers a row has, negative if that is unknown."""
+def _make_draws(m: Any, width: int) -> Any:
+    """Makes each tower's draws; ``width`` is how many numbers a row has, negative if unknown."""
     shapes = m.parts(0)
-    if not m.towers.draws_rows:  # each its own, by the counter's higher half
-        own = m.each(lambda tower: m.constant([0, m.towers.first + tower], tf.uint64, None))
-        return _copied(m, shapes, m.make("AddV2", [m.whole(2), own], None))
+    if not m.towers.draws_rows:  # each tower has numbers of its own, by the counter's higher half
+        steps = m.each(lambda tower: m.constant([0, m.towers.first + tower], tf.uint64, None))
+        return _draw(m, shapes, m.make("AddV2", [m.whole(2), steps], None))
     group = 2 if m.op.outputs[0].dtype.size == 8 else 4
-    counts, before = _product(m, shapes), [_before(m)]
+    counts, before = _product(m, shapes), [_numbers_of_earlier_workers(m)]
     for count in counts[:-1]:
         before.append(m.make("AddV2", [before[-1], count], None))
-    counters = _moved_on(m, before, group)
+    counters = _advanced_counters(m, before, group)
     if width >= 0 and width % group == 0:
-        return _copied(m, shapes, counters)
-    return _from_within(m, shapes, counts, before, counters, group)
+        return _draw(m, shapes, counters)
+    return _draw_within_group(m, shapes, counts, before, counters, group)
 
 
 def _product(m: Any, shape: Any) -> Any:
-    made = m.make("Prod", [shape, m.constant([0], tf.int32, None)], None)
+    """The product of a shape's sizes, as int64."""
+    product = m.make("Prod", [shape, m.constant([0], tf.int32, None)], None)
     of_int32 = m.op.inputs[0].dtype == tf.int32
-    return m.make("Cast", [made], None, DstT=tf.int64) if of_int32 else made
+    return m.make("Cast", [product], None, DstT=tf.int64) if of_int32 else product
 
 
-def _before(m: Any) -> Any:
+def _numbers_of_earlier_workers(m: Any) -> Any:
     """How many numbers the workers before this one draw."""
     rows = m.earlier(0, tf.int64)
     if m.towers.across.workers is None:
         return rows
-    begin, size = (m.constant([place], tf.int32, None) for place in (m.inputs[0].spec.at + 1, -1))
-    others = _product(m, m.make("Slice", [m.part(0, 0), begin, size], None))
-    return m.make("Mul", [rows, others], None)
+    begin, size = (m.constant([entry], tf.int32, None) for entry in (m.inputs[0].spec.at + 1, -1))
+    width = _product(m, m.make("Slice", [m.part(0, 0), begin, size], None))
+    return m.make("Mul", [rows, width], None)
 
 
-def _moved_on(m: Any, before: Any, group: int) -> Any:
-    """The counters of towers with so many numbers before their own."""
+def _advanced_counters(m: Any, before: Any, group: int) -> Any:
+    """The counters for towers with ``before`` numbers before their own, ``group`` a counter."""
     groups = m.make("FloorDiv", [before, m.constant(group, tf.int64, None)], None)
     reserved = _RESERVED.get(m.op.type)
     if reserved is not None:
         groups = m.make("Mul", [groups, m.constant(reserved * group, tf.int64, None)], None)
-    by = m.make("Pack", [groups, m.constant(0, tf.int64, None)], None, axis=0)
-    return m.make("AddV2", [m.whole(2), m.make("Cast", [by], None, DstT=tf.uint64)], None)
+    steps = m.make("Pack", [groups, m.constant(0, tf.int64, None)], None, axis=0)
+    return m.make("AddV2", [m.whole(2), m.make("Cast", [steps], None, DstT=tf.uint64)], None)
 
 
-def _copied(m: Any, shapes: Any, counters: Any) -> Any:
+def _draw(m: Any, shapes: Any, counters: Any) -> Any:
     others = map(m.parts, range(3, len(m.op.inputs)))
     return m.copy([shapes, m.parts(1), counters, *others], EACH)[0]
 
 
-def _from_within(m: Any, shapes: Any, counts: Any, before: Any, counters: Any, group: int) -> Any:
-    """Draws that begin within a group of numbers: with those before them, which are cut off."""
-    extra = m.make("FloorMod", [before, m.constant(group, tf.int64, None)], None)
+def _draw_within_group(m: Any, shapes: Any, counts: Any, before: Any, counters: Any,
+                       group: int) -> Any:
+    """Draws from the begin of a group of numbers, and cuts off the numbers of earlier towers."""
+    skipped = m.make("FloorMod", [before, m.constant(group, tf.int64, None)], None)
     one = m.constant([1], tf.int32, None)
     lengths = m.make("AddV2", [counts, m.constant(group - 1, tf.int64, None)], None)
-    vectors = m.make("Reshape", [lengths, one], None)
+    flat_shapes = m.make("Reshape", [lengths, one], None)
     if m.op.inputs[0].dtype == tf.int32:
-        vectors = m.make("Cast", [vectors], None, DstT=tf.int32)
-    flat = _copied(m, vectors, counters)
-    begin, size = (m.make("Reshape", [number, one], None) for number in (extra, counts))
+        flat_shapes = m.make("Cast", [flat_shapes], None, DstT=tf.int32)
+    flat = _draw(m, flat_shapes, counters)
+    begin, size = (m.make("Reshape", [number, one], None) for number in (skipped, counts))
     return m.make("Reshape", [m.make("Slice", [flat, begin, size], EACH), shapes], EACH)

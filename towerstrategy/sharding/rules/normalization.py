@@ -1,7 +1,8 @@
-"""Fused batch normalization: one device's statistics, by small sums that cross.
+"""Rules for fused batch normalization, with the statistics of the whole batch.
 
-Goes in: an operation.  Comes out: its plan.  In training a tower's kernel would normalize by its
-own rows; here the towers' sums over their rows are added up, and each normalizes by all rows.
+Goes in: an op and the specs of its inputs.  Comes out: its plan.  In training, a tower's kernel
+would take the statistics of the tower's rows.  So the towers' sums over their rows are all-reduced,
+two small tensors a layer, and each tower normalizes its rows by the statistics of all rows.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from towerstrategy.sharding.spec import REPLICATED, SUM, Sharded, Spec, Variance
 
 
 def _axes(op: Op) -> tuple[int, list[int]] | None:
-    """The dimension of channels, and all others."""
+    """The dimension of the channels, and all other dimensions; None if the rank is unknown."""
     rank = op.rank(0)
     if rank is None:
         return None
@@ -32,54 +33,54 @@ def fused(op: Op, specs: Sequence[Spec]) -> Plan | None:
         return None
     others = [REPLICATED] * (len(op.outputs) - 1)
     if spec.dim == axes[0]:
-        return _by_channels(op, specs, axes[0], 1, 5)
+        return _by_channel(op, specs, axes[0], 1, 5)
     if not all(map(is_plain, specs[1:])):
         return None
     takes: list[Spec] = [spec, *[REPLICATED] * (len(specs) - 1)]
     if not op.attr("is_training"):
-        # Further outputs are the moments that were given, and what gradients do not use.
+        # The other outputs are the moments that the op takes, and values that no gradient uses.
         return Plan(takes, [spec, *others], padded=True)
     gives: list[Spec] = [spec, *others]
     gives[4:5] = [Variance()] * len(others[3:4])
-    return Plan(takes, gives, make=lambda m: _normalized(m, axes))
+    return Plan(takes, gives, make=lambda m: _make_normalized(m, axes))
 
 
-def _by_channels(op: Op, specs: Sequence[Spec], channel: int, images: int,
-                 made: int) -> Plan | None:
-    """Each row is a channel, as where layers are normalized: its statistics are its own.
+def _by_channel(op: Op, specs: Sequence[Spec], channel: int, images: int,
+                sharded: int) -> Plan | None:
+    """The plan where each row is a channel, as in layer normalization: towers need no others' rows.
 
     Args:
       op: the operation.
       specs: the specs of its inputs.
-      channel: the dimension of channels.
+      channel: the dimension of the channels.
       images: how many of the first inputs are images; others have a number a channel, or none.
-      made: how many of the outputs are, or have a number a channel.
+      sharded: how many of the first outputs have entries for each channel.
     """
     if not op.type.endswith("V3") or not op.attr("is_training"):
         return None
     rows = f"{MIXED * channel}a"
     names = [rows if index < images else None if tensor.shape.num_elements() == 0 else "a"
              for index, tensor in enumerate(op.inputs[:5])]
-    outputs = [rows, *["a"] * (made - 1), *[""] * (len(op.outputs) - made)]
+    outputs = [rows, *["a"] * (sharded - 1), *[""] * (len(op.outputs) - sharded)]
     return by_names(op, specs, names, outputs, REPLICATED, padded=True)
 
 
-def _normalized(m: Any, axes: tuple[int, list[int]]) -> list[list[Any]]:
-    """The towers' rows, normalized by all rows, and the moments of all rows."""
-    kind = m.op.inputs[1].dtype
-    sums = _Sums(m, axes, kind)
-    x = sums.images(0)
-    mean = sums.mean(x)
-    variance = sums.variance(x, mean)
-    y = sums.normalized(x, [m.whole(1), m.whole(2), mean, variance])
-    running = [_running(m, 3, mean), _running(m, 4, sums.unbiased(variance))]
-    moments = [*running, mean, variance, m.constant([], kind, None)]
-    return [sums.given(y, 0)] + [
-        [moment] * len(m.towers) for moment in moments[:len(m.op.outputs) - 1]]
+def _make_normalized(m: Any, axes: tuple[int, list[int]]) -> list[list[Any]]:
+    """Makes the op's outputs: each tower's rows, normalized, and the moments of all rows."""
+    dtype = m.op.inputs[1].dtype
+    moments = _Moments(m, axes, dtype)
+    x = moments.images(0)
+    mean = moments.mean(x)
+    variance = moments.variance(x, mean)
+    y = moments.normalized(x, [m.whole(1), m.whole(2), mean, variance])
+    running = [_running(m, 3, mean), _running(m, 4, moments.unbiased(variance))]
+    others = [*running, mean, variance, m.constant([], dtype, None)]
+    return [moments.cast_as(y, 0)] + [
+        [moment] * len(m.towers) for moment in others[:len(m.op.outputs) - 1]]
 
 
 def _running(m: Any, index: int, moment: Any) -> Any:
-    """A moment of all rows, mixed with the one that was given."""
+    """The new running moment: ``moment``, mixed with the old one, which is input ``index``."""
     if "exponential_avg_factor" not in m.op.operation.node_def.attr:
         return moment
     factor = m.op.attr("exponential_avg_factor")
@@ -90,24 +91,24 @@ def _running(m: Any, index: int, moment: Any) -> Any:
     return m.make("AddV2", [old, new], None)
 
 
-class _Sums:
-    """Sums over rows and places of an image, for each channel, and what is made of them."""
+class _Moments:
+    """Makes moments over the rows and pixels of all towers, for each channel, of this dtype."""
 
-    def __init__(self, m: Any, axes: tuple[int, list[int]], kind: tf.DType, index: int = 0) -> None:
-        self._m, self._kind = m, kind
+    def __init__(self, m: Any, axes: tuple[int, list[int]], dtype: tf.DType) -> None:
+        self._m, self._dtype = m, dtype
         self._channel, self._others = axes
-        shape = m.shape(index, tf.int32)
-        chosen = m.make("GatherV2", [shape, m.constant(self._others, tf.int32, HOST),
-                                     m.constant(0, tf.int32, HOST)], HOST)
-        count = m.make("Prod", [chosen, m.constant([0], tf.int32, HOST)], HOST)
-        self.count = m.make("Cast", [count], None, DstT=kind)
+        shape = m.shape(0, tf.int32)
+        sizes = m.make("GatherV2", [shape, m.constant(self._others, tf.int32, HOST),
+                                    m.constant(0, tf.int32, HOST)], HOST)
+        count = m.make("Prod", [sizes, m.constant([0], tf.int32, HOST)], HOST)
+        self.count = m.make("Cast", [count], None, DstT=dtype)
 
     def images(self, index: int) -> list[Any]:
-        """An input of each tower, in the moments' dtype."""
-        return self._cast(self._m.parts(index), self._kind)
+        """Each tower's part of an input, cast to the moments' dtype."""
+        return self._cast(self._m.parts(index), self._dtype)
 
-    def given(self, images: list[Any], index: int) -> list[Any]:
-        """Images in the dtype of an input."""
+    def cast_as(self, images: list[Any], index: int) -> list[Any]:
+        """Images, cast to the dtype of an input."""
         return self._cast(images, self._m.op.inputs[index].dtype)
 
     def _cast(self, images: list[Any], dtype: tf.DType) -> Any:
@@ -115,34 +116,34 @@ class _Sums:
             "Cast", [images], EACH, DstT=dtype)
 
     def mean(self, images: list[Any]) -> Any:
-        """The mean of all rows."""
+        """The mean over all rows and pixels."""
         m = self._m
         parts = m.make("Sum", [images, m.constant(self._others, tf.int32, EACH)], EACH)
         return m.make("RealDiv", [m.towers.add_up(parts, m.home), self.count], None)
 
     def variance(self, images: list[Any], mean: Any) -> Any:
-        return self.mean(self._m.make("SquaredDifference", [images, self._spread(mean)], EACH))
+        return self.mean(self._m.make("SquaredDifference", [images, self._expanded(mean)], EACH))
 
     def normalized(self, images: list[Any], moments: Sequence[Any]) -> Any:
-        """``(image - mean) / deviation * scale + offset``, of scale, offset, mean, variance."""
+        """``(image - mean) / deviation * scale + offset``, from scale, offset, mean, variance."""
         m = self._m
         return m.make("FusedBatchNormV3", [images, *moments], EACH, epsilon=m.op.attr("epsilon"),
                       is_training=False, data_format=m.op.attr("data_format"))
 
     def unbiased(self, variance: Any) -> Any:
-        """As the kernel has it: over the count less one, which is at least one."""
+        """The variance times n / (n - 1), with n - 1 at least 1, as in TensorFlow's kernel."""
         m = self._m
-        one = m.constant(1, self._kind, None)
-        rest = m.make("Maximum", [m.make("Sub", [self.count, one], None), one], None)
-        return m.make("Mul", [variance, m.make("RealDiv", [self.count, rest], None)], None)
+        one = m.constant(1, self._dtype, None)
+        degrees = m.make("Maximum", [m.make("Sub", [self.count, one], None), one], None)
+        return m.make("Mul", [variance, m.make("RealDiv", [self.count, degrees], None)], None)
 
-    def _spread(self, of_channels: Any) -> Any:
-        """One number a channel, to be broadcast to images."""
+    def _expanded(self, channels: Any) -> Any:
+        """A vector with a number for each channel, reshaped to broadcast against images."""
         if self._channel == len(self._others):
-            return of_channels
+            return channels
         m = self._m
         shape = [-1 if dim == self._channel else 1 for dim in range(len(self._others) + 1)]
-        return m.make("Reshape", [of_channels, m.constant(shape, tf.int32, EACH)], EACH)
+        return m.make("Reshape", [channels, m.constant(shape, tf.int32, EACH)], EACH)
 
 
 @rule("FusedBatchNormGrad", "FusedBatchNormGradV2", "FusedBatchNormGradV3")
@@ -152,55 +153,59 @@ def fused_gradient(op: Op, specs: Sequence[Spec]) -> Plan | None:
     if axes is None or spec is None:
         return None
     if spec.dim == axes[0]:
-        return _by_channels(op, specs, axes[0], 2, 3)
+        return _by_channel(op, specs, axes[0], 2, 3)
     if not all(map(is_plain, specs[2:])):
         return None
     takes: list[Spec] = [spec, spec, *[REPLICATED] * (len(specs) - 2)]
     if not op.attr("is_training"):
         return Plan(takes, [spec, SUM, SUM, REPLICATED, REPLICATED], padded=True)
-    known = isinstance(specs[4], Variance)
-    return Plan(takes, [spec, *[REPLICATED] * 4], make=lambda m: _gradients(m, axes, known))
+    has_variance = isinstance(specs[4], Variance)
+    return Plan(takes, [spec, *[REPLICATED] * 4],
+                make=lambda m: _make_gradients(m, axes, has_variance))
 
 
-def _gradients(m: Any, axes: tuple[int, list[int]], known: bool) -> list[list[Any]]:
-    """What the kernel gives for moments that stay as they are, less what moves with these.
+def _make_gradients(m: Any, axes: tuple[int, list[int]], has_variance: bool) -> list[list[Any]]:
+    """Makes the gradients: the kernel's for constant moments, less the part through the moments.
 
-    That is ``scale * inverse * (mean(dy) + normal * mean(dy * normal))``: the rows, normalized once
-    more.  Where the variance is not what :func:`_normalized` gave it is made again, as the kernels
-    of GPUs and of CPUs hand on another number.
+    That part is ``scale * inverse * (mean(dy) + normal * mean(dy * normal))``: the rows, normalized
+    once more.  Input 4 is the variance if :func:`_make_normalized` made it.  Else the variance is
+    computed again, as GPU and CPU kernels return different values there.
     """
-    kind = m.op.inputs[2].dtype
-    sums = _Sums(m, axes, kind)
-    dy, x, mean, none = sums.images(0), sums.images(1), m.whole(3), m.constant([], kind, None)
-    variance = m.whole(4) if known else sums.variance(x, mean)
-    own, *sums_of = _with_given_moments(m, axes, [dy, x, m.whole(2), mean, variance, none])
-    of_scale, of_offset = (m.towers.add_up(parts, m.home) for parts in sums_of)
-    epsilon = m.constant(m.op.attr("epsilon"), kind, None)
+    dtype = m.op.inputs[2].dtype
+    moments = _Moments(m, axes, dtype)
+    dy, x, mean = moments.images(0), moments.images(1), m.whole(3)
+    empty = m.constant([], dtype, None)
+    variance = m.whole(4) if has_variance else moments.variance(x, mean)
+    direct, *partials = _constant_moment_gradients(
+        m, axes, [dy, x, m.whole(2), mean, variance, empty])
+    d_scale, d_offset = (m.towers.add_up(parts, m.home) for parts in partials)
+    epsilon = m.constant(m.op.attr("epsilon"), dtype, None)
     inverse = m.make("Rsqrt", [m.make("AddV2", [variance, epsilon], None)], None)
-    factor = m.make("RealDiv", [m.make("Mul", [inverse, m.whole(2)], None), sums.count], None)
-    moved = [m.make("Mul", [total, factor], None) for total in (of_scale, of_offset)]
-    dx = m.make("Sub", [own, sums.normalized(x, [*moved, mean, variance])], EACH)
-    unused = m.constant(0, kind, None)
-    return [sums.given(dx, 1), *([value] * len(m.towers) for value in (
-        of_scale, of_offset, unused, unused))]
+    factor = m.make("RealDiv", [m.make("Mul", [inverse, m.whole(2)], None), moments.count], None)
+    factors = [m.make("Mul", [total, factor], None) for total in (d_scale, d_offset)]
+    dx = m.make("Sub", [direct, moments.normalized(x, [*factors, mean, variance])], EACH)
+    unused = m.constant(0, dtype, None)
+    return [moments.cast_as(dx, 1), *([value] * len(m.towers) for value in (
+        d_scale, d_offset, unused, unused))]
 
 
-def _with_given_moments(m: Any, axes: tuple[int, list[int]], inputs: Sequence[Any]) -> list[Any]:
-    """The kernel's gradients for each tower's rows; it has the channels last."""
+def _constant_moment_gradients(m: Any, axes: tuple[int, list[int]],
+                               inputs: Sequence[Any]) -> list[Any]:
+    """The kernel's gradients for each tower's rows; the kernel needs the channels last."""
     channel, others = axes
-    last = channel == len(others)
-    there = [*others, channel]
+    is_last = channel == len(others)
+    to_last = [*others, channel]
 
-    def moved(images: Any, order: Sequence[int]) -> Any:
-        return images if last else m.make(
+    def transposed(images: Any, order: Sequence[int]) -> Any:
+        return images if is_last else m.make(
             "Transpose", [images, m.constant(order, tf.int32, EACH)], EACH)
 
-    images = [moved(image, there) for image in inputs[:2]]
-    first = dx = m.make("FusedBatchNormGradV3", [*images, *inputs[2:]], EACH,
-                        epsilon=m.op.attr("epsilon"), is_training=False,
-                        data_format="NHWC" if len(others) == 3 else "NDHWC")
-    if len(others) > 3:  # of no rows, the kernel gives fewer dimensions
+    images = [transposed(image, to_last) for image in inputs[:2]]
+    outputs = dx = m.make("FusedBatchNormGradV3", [*images, *inputs[2:]], EACH,
+                          epsilon=m.op.attr("epsilon"), is_training=False,
+                          data_format="NHWC" if len(others) == 3 else "NDHWC")
+    if len(others) > 3:  # for no rows, the kernel returns fewer dimensions
         shape = m.make("Shape", [images[1]], EACH, out_type=tf.int32)
-        dx = m.make("Reshape", [first, shape], EACH)
-    back = moved(dx, [there.index(dim) for dim in range(len(there))])
-    return [back, *([one._replace(output=place) for one in first] for place in (1, 2))]
+        dx = m.make("Reshape", [outputs, shape], EACH)
+    dx = transposed(dx, [to_last.index(dim) for dim in range(len(to_last))])
+    return [dx, *([ref._replace(output=index) for ref in outputs] for index in (1, 2))]

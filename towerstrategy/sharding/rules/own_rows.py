@@ -82,7 +82,7 @@ def _unguarded(indices: tf.Tensor, batch: tf.Tensor) -> tf.Tensor:
 
 
 def _first_numbers(m: Any, times: int, dtype: tf.DType, column: int | None, columns: Any) -> Any:
-    """Each tower's first number, ``times`` for each earlier row; with columns a vector, else 0."""
+    """The index of each tower's first position, ``times`` an example; 0 in all other columns."""
     first = m.each(lambda tower: m.towers.offset(tower, dtype))
     if times != 1:
         first = m.make("Mul", [first, m.constant(times, dtype, HOST)], HOST)

@@ -13,7 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from towerstrategy.sharding.rules import shapes
-from towerstrategy.sharding.rules.dimensions import DIMS, MIXED, but, by_names, of_all_rows
+from towerstrategy.sharding.rules.dimensions import DIMS, MIXED, but, by_names, once_and_cut
 from towerstrategy.sharding.rules.entries import entries_of
 from towerstrategy.sharding.rules.registry import EACH, Op, Plan, rule
 from towerstrategy.sharding.spec import REPLICATED, SUM, Axes, Partial, Sharded, Size, Sizes, Spec
@@ -104,7 +104,7 @@ def along_an_axis(op: Op, specs: Sequence[Spec]) -> Plan | None:
 
 def _of_same_shape(op: Op, specs: Sequence[Spec], names: str | None) -> Plan | None:
     plan, spec = by_names(op, specs, [names], [names]), specs[0]
-    return of_all_rows(op, specs, spec) if plan is None and isinstance(spec, Sharded) else plan
+    return once_and_cut(op, specs, spec) if plan is None and isinstance(spec, Sharded) else plan
 
 
 @rule("ReverseSequence")
@@ -126,7 +126,7 @@ def along_the_last_axis(op: Op, specs: Sequence[Spec]) -> Plan | None:
     names, spec, count = but([-1], op.rank(0), ""), specs[0], specs[1]
     if isinstance(spec, Sharded) and isinstance(count, Size) and spec.dim + 1 == op.rank(0) \
             and count.shards(spec.dim) == spec and spec.times:
-        return of_all_rows(op, specs, spec)
+        return once_and_cut(op, specs, spec)
     return by_names(op, specs, [names], [names])
 
 
