@@ -6,11 +6,11 @@ package, which imports nothing of ``tensorflow.python`` itself: each says what n
 TensorFlow release that moves a name fails loudly and here.
 """
 
+from towerstrategy._tensorflow.calling import *
 from towerstrategy._tensorflow.data import *
 from towerstrategy._tensorflow.errors import *
 from towerstrategy._tensorflow.functions import *
 from towerstrategy._tensorflow.graphs import *
-from towerstrategy._tensorflow.importing import *
 from towerstrategy._tensorflow.machines import *
 from towerstrategy._tensorflow.partitioning import *
 from towerstrategy._tensorflow.strategies import *

@@ -161,7 +161,9 @@ class Builder:
         for node in self.nodes.values():
             graph_def.node.add(name=node.name, op=node.op, input=node.input,
                                device=node.device).MergeFromString(node.attributes)
-        imported = _tf.import_nodes(self.graph, graph_def, self._outer)
+        outer = {f"{node}:{place}": tensor for (node, place), tensor in self._outer.items()}
+        with self.graph.as_default(), tf.device(None):
+            imported = tf.graph_util.import_graph_def(graph_def, outer, list(self.nodes), name="")
         self._operations = dict(zip(self.nodes, imported))
 
     def call_all(self, name: str, outputs: Mapping[Ref, tf.Tensor], effects: Iterable[str]) -> None:

@@ -1,10 +1,7 @@
-"""Nodes -> operations of a graph, on the devices that they say, or a function that it calls.
+"""Nodes -> a function that a graph calls.
 
-Goes in: nodes, and what they take from the graph.  Comes out: the operations, or the call.
-
-``tf.graph_util.import_graph_def`` looks for the device of each operation anew, in the scopes around
-it, which takes half of its time: copies of towers know theirs.  Of what is in a function there are
-no objects in Python at all, until somebody asks for its graph.
+Goes in: nodes, and what they take from the graph.  Comes out: the call.  Of what is in the function
+there are no objects in Python at all, until somebody asks for its graph.
 """
 
 from __future__ import annotations
@@ -15,41 +12,13 @@ from typing import Any
 
 import tensorflow as tf
 from tensorflow.core.function.polymorphism import function_type
-from tensorflow.python.client import pywrap_tf_session
 from tensorflow.python.eager import context as eager_context
 from tensorflow.python.eager.polymorphic_function import atomic_function
-from tensorflow.python.framework import auto_control_deps_utils, c_api_util, op_def_registry
+from tensorflow.python.framework import auto_control_deps_utils, op_def_registry
 
 from towerstrategy._tensorflow import functions, graphs
 
 _READ_ONLY = auto_control_deps_utils.READ_ONLY_RESOURCE_INPUTS_ATTR
-
-
-def import_nodes(graph: tf.Graph, graph_def: Any,
-                 inputs: Mapping[tuple[str, int], tf.Tensor]) -> list[tf.Operation]:
-    """Imports the nodes of ``graph_def``, with full names of devices; their operations, in order.
-
-    ``inputs`` are the tensors of ``graph`` for outputs of operations that are no nodes.
-    """
-    options = c_api_util.ScopedTFImportGraphDefOptions()
-    pywrap_tf_session.TF_ImportGraphDefOptionsSetUniquifyNames(options.options, True)
-    for node in graph_def.node:
-        pywrap_tf_session.TF_ImportGraphDefOptionsAddReturnOperation(options.options, node.name)
-    for (name, index), tensor in inputs.items():
-        pywrap_tf_session.TF_ImportGraphDefOptionsAddInputMapping(
-            options.options, name, index, tensor._as_tf_output())
-    buffer = pywrap_tf_session.TF_NewBufferFromString(graph_def.SerializeToString())
-    try:
-        with graph._mutation_lock():
-            with graph._c_graph.get() as c_graph:
-                results = c_api_util.ScopedTFImportGraphDefResults(
-                    pywrap_tf_session.TF_GraphImportGraphDefWithResults(
-                        c_graph, buffer, options.options))
-            graph._add_new_tf_operations(compute_devices=False)
-    finally:
-        pywrap_tf_session.TF_DeleteBuffer(buffer)
-    made = pywrap_tf_session.TF_ImportGraphDefResultsReturnOperations(results.results)
-    return [graph._get_operation_by_tf_operation(operation) for operation in made]
 
 
 def call_nodes(graph: tf.Graph, name: str, nodes: Mapping[str, Any],
