@@ -75,8 +75,8 @@ def large_that_all_take(count):
         towers.on(tower, "Neg", large)
 
     def hand_on():
-        relays.hand_on(towers.builder, towers.near)
-        assert "merge/half/handed_on" in towers.builder.nodes
+        relays.relay_tensors(towers.builder, towers.places)
+        assert "merge/half/relay" in towers.builder.nodes
 
     return hand_on
 

@@ -116,12 +116,12 @@ class RelaysTest(parameterized.TestCase):
         devices = {device: place for place, device in enumerate(on_gpus.towers(4))}
         known = {one + 1: frozenset(other + 1 for other in others)
                  for one, others in square(4).items()}
-        self.assertEqual(relays.ways(devices, known), {
+        self.assertEqual(relays.detours(devices, known), {
             ("CPU:1", "CPU:3"): "CPU:2", ("CPU:2", "CPU:4"): "CPU:1",
             ("CPU:3", "CPU:1"): "CPU:2", ("CPU:4", "CPU:2"): "CPU:1"})
         numbers = frozenset(range(1, 5))
         for reached in ({}, dict.fromkeys(numbers, frozenset()), dict.fromkeys(numbers, numbers)):
-            self.assertEmpty(relays.ways(devices, reached))
+            self.assertEmpty(relays.detours(devices, reached))
 
     def test_cpu_towers_have_one_memory(self):
         """Else CPU towers add up in two steps what costs one."""

@@ -105,7 +105,7 @@ class _Once(contexts.Call):
                                if leaf.graph is self._graph]
         graph = tf.compat.v1.get_default_graph()
         _tf.hand_on_functions(self._graph, graph)
-        layout = own.layout(self.contract, traffic.of(self._strategy, None))
+        layout = own.layout(self.contract, traffic.of_strategy(self._strategy, None))
         towers = step.towers_of(self._strategy, Builder(graph), lambda _: None)
         partition = replica.ReplicaPartition(towers, own)
         values = partition.run(layout, own.inputs(towers))

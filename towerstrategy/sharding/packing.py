@@ -1,13 +1,13 @@
-"""Small tensors that cross from one device to others together, as one tensor.
+"""Packs small tensors that cross between the same devices into one tensor.
 
-Goes in: the nodes of a partitioned step, before they are imported, and the static shapes of what
-crosses.  Comes out: the same nodes, where small tensors of one shape that cross from one device to
-the same others are packed there and unpacked where they arrive: a model's small weights, gradients
-and statistics.  Each tensor that crosses has a price of its own, whatever its size.
+Goes in: the nodes of a partitioned step, before they are imported, and the static shapes of the
+tensors that cross.  Comes out: the same nodes, in which small tensors of one shape that cross from
+one device to the same others are packed at the source and unpacked at the target: a model's small
+weights, gradients and statistics.  Each transfer has a fixed cost, whatever its size.
 
-What goes together may not depend on one another, or the step could never run.  So each node has a
-*level*: how many tensors have crossed, one after another, before it.  All that is packed has one
-level, and whoever takes it has a higher one: no cycle can close.
+Tensors that are packed together must not depend on each other, or the step would deadlock.  So each
+node has a *level*: the largest number of transfers on a path to it.  Packed tensors have the same
+level and their consumers a higher one, so there is no cycle.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from towerstrategy.sharding import homes, relays
 from towerstrategy.sharding.builder import Builder, Crossings, Node, Ref
 from towerstrategy.sharding.towers import Towers
 
-LARGEST = 2**16  # bytes; copying what is larger costs more than its crossing alone
-FEWEST = 3
+LARGEST = 2**16  # bytes; copying a larger tensor costs more than a transfer of its own
+FEWEST = 3  # tensors in a pack
 
 
 class _Group(NamedTuple):
-    """What crosses together."""
+    """The properties that tensors must share to be packed together."""
 
     level: int
     source: str
@@ -37,31 +37,31 @@ class _Group(NamedTuple):
 
 
 def finish(towers: Towers) -> None:
-    """Packs what the towers' builder has collected, where what crosses may wait.
+    """Packs and relays tensors among the nodes that the towers' builder has collected.
 
-    Not where micro-batches or stages are to begin before others end; what crosses machines is
-    packed by :mod:`across`.
+    With micro-batches or stages it packs nothing, as these must begin before others end; tensors
+    that cross machines are packed by :mod:`across`.
     """
     if (towers.across.workers is None and len(set(towers.devices)) == len(towers.rows)
             and max(map(len, towers.rows)) == 1):
         pack(towers.builder, homes.ONCE)
-    relays.hand_on(towers.builder, towers.near)
-    relays.go_round(towers.builder, towers.ways)
+    relays.relay_tensors(towers.builder, towers.places)
+    relays.relay_rows(towers.builder, towers.detours)
 
 
 def pack(builder: Builder, scope: str) -> None:
-    """Packs what crosses, among the nodes that ``builder`` has collected.
+    """Packs small tensors that cross, among the nodes that ``builder`` has collected.
 
     Args:
-      builder: the nodes, each behind those that it needs.
-      scope: a prefix for the names of new nodes.
+      builder: has collected the nodes, each after the nodes that it needs.
+      scope: the prefix of new nodes' names.
     """
     crossings = builder.crossings(
         ref for ref, shape in builder.shapes.items() if _is_small(ref, shape))
     groups: dict[_Group, list[Ref]] = {}
     levels = _levels(builder.nodes)
-    for ref, takers in crossings.items():
-        group = _Group(levels[ref.node], builder.device(ref), tuple(sorted(takers)), ref.dtype,
+    for ref, consumers in crossings.items():
+        group = _Group(levels[ref.node], builder.device(ref), tuple(sorted(consumers)), ref.dtype,
                        builder.shapes[ref])
         groups.setdefault(group, []).append(ref)
     for group, refs in groups.items():
@@ -70,20 +70,20 @@ def pack(builder: Builder, scope: str) -> None:
 
 
 def _is_small(ref: Ref, shape: Sequence[int]) -> bool:
-    """Whether it may be packed; what is no float is shapes, which kernels take from the host."""
+    """Whether a tensor may be packed: not integers, which are shapes that stay on the host."""
     return ref.dtype.is_floating and 0 < ref.dtype.size * math.prod(shape) <= LARGEST
 
 
 def _levels(nodes: Mapping[str, Node]) -> dict[str, int]:
-    """How many tensors cross, one after another, before each node."""
+    """The level of each node: the largest number of transfers on a path to it."""
     levels: dict[str, int] = {}
     for name, node in nodes.items():
         level = 0
         for text in node.input:
             before = text if text in levels else text.lstrip("^").partition(":")[0]
             if before in nodes:
-                apart = node.device and nodes[before].device not in ("", node.device)
-                level = max(level, levels.get(before, 0) + bool(apart))
+                crosses = node.device and nodes[before].device not in ("", node.device)
+                level = max(level, levels.get(before, 0) + bool(crosses))
         levels[name] = level
     return levels
 

@@ -93,7 +93,7 @@ def _call(strategy: Any, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     traced, result = _traced(strategy, fn, inputs)
     layout = propagate.propagate(traced, [
         *inputs.specs, *[REPLICATED] * (len(traced.inputs) - len(inputs.specs))],
-        traffic.of(strategy, inputs.known_rows))
+        traffic.of_strategy(strategy, inputs.known_rows))
     _report(strategy, layout)
     _tf.hand_on_functions(traced, graph)
     builder = Builder(graph)

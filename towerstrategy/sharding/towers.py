@@ -70,8 +70,8 @@ class Towers:
         self.builder, self.rows, self.merge, self.host = builder, rows, merge, host
         self.devices = [row[0] for row in rows]
         self.scopes, self.on_cpu, self.draws_rows = scopes, on_cpu, draws_rows
-        self.near = {} if on_cpu else relays.near(rows)
-        self.ways = relays.ways(self.near, peers.reached() if self.near else {})
+        self.places = {} if on_cpu else relays.places_of(rows)
+        self.detours = relays.detours(self.places, peers.reached() if self.places else {})
         self._counts = counts
         self.cache: dict[Any, Ref] = {}
         self.crossings: dict[str, int] = {}
@@ -207,7 +207,7 @@ class Towers:
     def add_up_here(self, parts: Sequence[Ref], device: str, shape: tf.TensorShape | None = None,
                     dtype: tf.DType | None = None) -> Ref:
         """The sum over this worker's towers, cast to ``dtype`` if given."""
-        parts = relays.summed(self.builder, self.near, parts, device, shape)
+        parts = relays.summed_in_halves(self.builder, self.places, parts, device, shape)
         total = self._sum_of_parts(parts, device)
         dtype = dtype or parts[0].dtype
         return total if total.dtype == dtype else self.builder.make(

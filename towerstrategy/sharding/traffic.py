@@ -1,12 +1,12 @@
-"""Of two right ways to do an operation, the one for which fewer bytes cross between devices.
+"""Chooses, of two right plans for an operation, the one that moves fewer bytes between devices.
 
-Goes in: an operation and its plan by the table of rules; or all plans.  Comes out: the same plans,
-or some by which an operation is done once with all rows.
+Goes in: an operation and its plan by the table of rules; or a whole layout.  Comes out: the same
+plans, or plans by which operations run once, with all rows.
 
-The rows cross where they are smaller than what would cross else: every tower's part of a sum over
-rows (the gradient of a wide layer); on CPU devices, which share the cores, the weights of a wide
-layer; what light operations make of rows that are wanted whole (:func:`gather_early`), or of rows
-that were made once (:func:`cut_late`).
+An operation runs once if its rows have fewer bytes than the tensors that would cross otherwise: the
+parts of a sum over rows (a wide layer's gradient); on CPU devices, which share the cores, a wide
+layer's weights; the outputs of light operations that are gathered (:func:`gather_early`); the
+inputs of light operations that were made once (:func:`cut_late`).
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from towerstrategy.sharding.rules import registry
 from towerstrategy.sharding.rules.registry import Op, Plan
 from towerstrategy.sharding.spec import REPLICATED, SUM, ListOf, Replicated, Sharded, Size, Spec
 
-# Rows of a tower where nobody knows: on CPU devices, elsewhere.
+# A guess of a tower's number of rows if it is unknown: on CPU devices, on other devices.
 ROWS, MANY_ROWS = 64, 1024
-LARGEST_KEPT = 2**16  # bytes; what is smaller may cross
+LARGEST_KEPT = 2**16  # bytes; smaller tensors may cross
 
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """What has to be known of a step to choose.
+    """The facts about a step by which plans are chosen.
 
     Attributes:
-      towers: how many there are; 0 for each operation as the table says.
-      rows: how many rows a batch has, about.
-      shared: whether the towers share their cores, so that work is no faster for being spread.
+      towers: the number of towers; 0 keeps each plan of the table.
+      rows: the approximate number of rows of a batch.
+      shared: whether the towers share their cores, so that sharded work is no faster.
     """
 
     towers: int = 0
@@ -43,7 +43,7 @@ class Traffic:
     shared: bool = False
 
     def cheaper(self, operation: Op, plan: Plan, specs: list[Spec]) -> Plan:
-        """``plan``, or the way by which fewer bytes cross."""
+        """``plan``, or a plan that moves fewer bytes."""
         if not self.towers or plan.make is not None or not plan.gives \
                 or any(isinstance(spec, ListOf) for spec in specs):
             return plan
@@ -63,15 +63,15 @@ class Traffic:
         return dataclasses.replace(registry.once(operation), gives=plan.gives, whole=plan.whole)
 
     def _rows(self, tensors: Sequence[tf.Tensor], specs: Sequence[Spec]) -> int:
-        """Bytes of what has rows among these tensors."""
+        """The bytes of the sharded tensors among these."""
         return self.rows * sum(bytes_of(tensor, spec) for tensor, spec in zip(tensors, specs)
                                if isinstance(spec, Sharded))
 
 
-def of(strategy: Any, known_rows: int | None) -> Traffic:
-    """That of a strategy's towers, and of batches of which the rows may be known.
+def of_strategy(strategy: Any, known_rows: int | None) -> Traffic:
+    """The :class:`Traffic` of a strategy's steps.
 
-    Nothing is gathered where all micro-batches' rows would be held, or rows cross machines.
+    It keeps the table's plans if all micro-batches' rows would be held, or rows cross machines.
     """
     placement, count = strategy.extended.placement, len(strategy.extended.worker_devices)
     if strategy.extended.workers is not None or placement.micro_batches > 1 or placement.rows:
@@ -81,16 +81,17 @@ def of(strategy: Any, known_rows: int | None) -> Traffic:
 
 
 def gather_early(layout: Any) -> None:
-    """Gathers rows before light operations make them more, where what these make is wanted whole.
+    """Gathers rows before light operations whose outputs are gathered anyway and are larger.
 
-    So of the gradient of a table cross the rows that were looked up, once, and not what pooling
-    repeats of them, nor beside them what an optimizer makes of them.
+    So the gradient of an embedding table crosses as the rows that were looked up, once: not as the
+    rows that pooling repeats, and not a second time after an optimizer's operations on them.
 
     Args:
-      layout: a :class:`propagate.Layout`, which is changed: such operations are done once.
+      layout: a :class:`propagate.Layout`, which is changed: such operations run once.
     """
+    # Tensor -> how many consumers take the towers' parts.
     in_parts = collections.Counter(tensor.name for tensor in layout.graph.outputs)
-    # The bytes an example that cross, at least, for a tensor to be there whole; 0 where it is.
+    # Tensor -> the fewest bytes per example that cross to gather it; 0 if it is gathered anyway.
     least: dict[str, int] = {}
     for operation in layout.parted:
         plan = layout.plans[operation.name]
@@ -101,7 +102,7 @@ def gather_early(layout: Any) -> None:
             else:
                 in_parts[name] += 1
 
-    light = [operation for operation in layout.parted if _may_be_done_once(layout, operation)]
+    light = [operation for operation in layout.parted if _is_movable(layout, operation)]
     rows = {operation.name: _rows_before(layout, operation) for operation in light}
 
     def before(operation: Op) -> int:
@@ -110,7 +111,7 @@ def gather_early(layout: Any) -> None:
     def after(operation: Op) -> int:
         return bytes_of(operation.outputs[0], layout.plans[operation.name].gives[0])
 
-    for operation in _asked_for(light, rows, in_parts.copy()):
+    for operation in _candidates(light, rows, in_parts.copy()):
         least.setdefault(operation.output_names[0], min(after(operation), before(operation)))
     for operation in reversed(light):
         out = operation.output_names[0]
@@ -122,15 +123,15 @@ def gather_early(layout: Any) -> None:
             layout.specs[out] = REPLICATED
 
 
-def _asked_for(light: Sequence[Op], rows: Mapping[str, Mapping[str, int]],
-               in_parts: collections.Counter[str]) -> list[Op]:
-    """Those that make what may be wanted whole alone, and what that is made of."""
-    asked: set[str] = set()
+def _candidates(light: Sequence[Op], rows: Mapping[str, Mapping[str, int]],
+                in_parts: collections.Counter[str]) -> list[Op]:
+    """The light operations of whose outputs no tower needs a part, and the sources of these."""
+    sources: set[str] = set()
     found: list[Op] = []
     for operation in reversed(light):
         out = operation.output_names[0]
-        if out in asked or not in_parts[out]:
-            asked.update(rows[operation.name])
+        if out in sources or not in_parts[out]:
+            sources.update(rows[operation.name])
             found.append(operation)
             if not in_parts[out]:
                 in_parts.subtract(rows[operation.name].keys())
@@ -138,17 +139,17 @@ def _asked_for(light: Sequence[Op], rows: Mapping[str, Mapping[str, int]],
 
 
 def cut_late(layout: Any) -> None:
-    """Light operations on what was made once and is to be cut are done once if they make it less.
+    """Cuts tensors that were made once after light operations, if these make them smaller.
 
-    So of a dropout's draws the mask crosses, a byte each, and not the numbers.
+    So a dropout's mask crosses, one byte per entry, instead of the random numbers.
 
     Args:
-      layout: a :class:`propagate.Layout`, which is changed: such operations are done once.
+      layout: a :class:`propagate.Layout`, which is changed: such operations run once.
     """
-    there: set[str] = set()  # sharded, and whole on a device already
+    there: set[str] = set()  # tensors that are sharded, but whole on a device already
     for operation in layout.parted:
         plan = layout.plans[operation.name]
-        if not there.isdisjoint(operation.input_names) and _may_be_done_once(layout, operation):
+        if not there.isdisjoint(operation.input_names) and _is_movable(layout, operation):
             rows = _rows_before(layout, operation)
             if rows and there.issuperset(rows) \
                     and bytes_of(operation.outputs[0], plan.gives[0]) <= sum(rows.values()):
@@ -159,19 +160,19 @@ def cut_late(layout: Any) -> None:
 
 
 def add_up_early(layout: Any) -> None:
-    """Adds up before linear operations what is wanted whole behind them, if fewer bytes cross so.
+    """Adds up partial sums before linear operations, if the sums after them have more bytes.
 
-    So a mean over rows of which several things are made crosses once, and a half before its cast.
+    So a mean over rows that has several consumers crosses once, and a half crosses before its cast.
 
     Args:
-      layout: a :class:`propagate.Layout`, which is changed: such operations are done once.
+      layout: a :class:`propagate.Layout`, which is changed: such operations run once.
     """
-    linear = {name for name, plan in layout.plans.items() if _is_of_one_sum(plan)}
+    linear = {name for name, plan in layout.plans.items() if _is_linear_in_sum(plan)}
     if not linear:
         return
     whole: set[str] = set()
-    parts = {tensor.name for tensor in layout.graph.outputs}  # of which a tower wants its part
-    below: collections.Counter[str] = collections.Counter()  # bytes of what is made of a sum
+    parts = {tensor.name for tensor in layout.graph.outputs}  # sums of which towers take their part
+    below: collections.Counter[str] = collections.Counter()  # sum -> bytes that cross after it
     for operation in reversed(layout.parted):
         plan = layout.plans[operation.name]
         for name, spec in zip(operation.input_names, plan.takes):
@@ -186,22 +187,23 @@ def add_up_early(layout: Any) -> None:
         if operation.name not in linear:
             continue
         plan = layout.plans[operation.name]
-        of = operation.inputs[list(plan.takes).index(SUM)]
-        if of.name not in parts and (
-                of.name in whole or 0 < bytes_of(of, REPLICATED) <= below[of.name]):
+        term = operation.inputs[list(plan.takes).index(SUM)]
+        if term.name not in parts and (
+                term.name in whole or 0 < bytes_of(term, REPLICATED) <= below[term.name]):
             layout.plans[operation.name] = registry.once(operation)
             layout.specs[operation.outputs[0].name] = REPLICATED
-            whole.update((of.name, operation.outputs[0].name))
+            whole.update((term.name, operation.outputs[0].name))
 
 
-def _is_of_one_sum(plan: Any) -> bool:
-    """Whether an operation makes a sum's part of another sum's part and what all towers have."""
+def _is_linear_in_sum(plan: Any) -> bool:
+    """Whether an operation is linear in a partial sum; its other inputs are replicated."""
     return list(plan.gives) == [SUM] and plan.make is None and not plan.once \
         and plan.near is None and list(plan.takes).count(SUM) == 1 \
         and all(spec == SUM or isinstance(spec, Replicated) for spec in plan.takes)
 
 
-def _may_be_done_once(layout: Any, operation: Op) -> bool:
+def _is_movable(layout: Any, operation: Op) -> bool:
+    """Whether an operation may run once instead of on each tower: it is light and shards rows."""
     plan = layout.plans.get(operation.name)
     return isinstance(plan, Plan) and registry.is_light(operation.type) \
         and len(operation.outputs) == 1 and isinstance(plan.gives[0], Sharded) and all(
@@ -209,13 +211,13 @@ def _may_be_done_once(layout: Any, operation: Op) -> bool:
 
 
 def _rows_before(layout: Any, operation: Op) -> dict[str, int]:
-    """The sharded inputs of an operation, with the bytes of an example."""
+    """The sharded inputs of an operation, each with its bytes per example."""
     return {tensor.name: bytes_of(tensor, spec) for tensor, spec
             in zip(operation.inputs, layout.inputs_of(operation)) if isinstance(spec, Sharded)}
 
 
 def bytes_of(tensor: tf.Tensor, spec: Spec) -> int:
-    """Bytes of a tensor, or of an example of one with rows; 0 if that is unknown."""
+    """The bytes of a tensor, or the bytes per example of a sharded one; 0 if unknown."""
     shape, dtype = tensor.shape, tensor.dtype
     if shape.rank is None or dtype == tf.resource:
         return 0

@@ -91,7 +91,7 @@ class Value:
             part = self._parts[tower] = self._make_part(tower)
             if isinstance(self.spec, Partial) or self.spec == OWN:
                 self.towers.builder.note_shape(part, self.shape)
-            elif self.towers.ways and isinstance(self.spec, Sharded) and self.shape.rank:
+            elif self.towers.detours and isinstance(self.spec, Sharded) and self.shape.rank:
                 self.towers.builder.rows[part] = (
                     blocks.opened(self.shape, self.spec.dim), self.spec.times or 1)
         return self._parts[tower]
