@@ -1,12 +1,12 @@
-"""What crosses the workers, while the nodes of a step are collected.
+"""Collective operations between the workers, for the nodes of a step.
 
-Goes in: one value a worker, and how they are merged: by sum, concatenation or extreme.  Comes out:
-the merged value, on each worker.
+Goes in: one value on each worker, and how they are merged: by sum, concatenation or extreme.  Comes
+out: the merged value, on each worker.
 
-Nothing crosses by itself.  When all nodes of a graph are there, what crosses is sorted by how often
-something has crossed before it; what crosses as often goes together, as ``Workers`` pack it.
-All collective operations of a graph wait for one another, and all workers have made the same ones,
-so they come in one order everywhere: also those within branches and loops.
+Values are collected first.  When a graph has all its nodes, each value gets a level: the number of
+collectives, one after another, before it.  Values of one level cross together, as ``Workers`` pack
+them.  Each collective operation waits for the one before, and all workers make the same ones; so
+they run in one order everywhere, also in branches and loops.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from towerstrategy.sharding.builder import Builder, Ref
 from towerstrategy.sharding.rules.registry import Op
 
 _SCOPE = f"{homes.ONCE}across/"
-SUM, GATHER = "sum", "gather"  # other kinds are those of Machines.extremes
+SUM, GATHER = "sum", "gather"  # Workers.extremes has the other kinds
 
 
 class _Crossing(NamedTuple):
@@ -30,17 +30,17 @@ class _Crossing(NamedTuple):
     ref: Ref  # this worker's value
     shape: tf.TensorShape
     axis: int
-    device: str  # where it is wanted
+    device: str  # the device that needs the result
 
 
 class Across:
-    """What crosses the workers of the nodes that a builder collects.
+    """The collective operations for the nodes that a builder collects.
 
     Args:
-      workers: what synchronizes them; None with a single machine, where nothing crosses.
-      graph: the graph of the step, from which this one may be a branch or a loop.
+      workers: the ``placement.workers.Workers``; None on a single machine, where nothing crosses.
+      graph: the step's graph; the builder's graph may be a branch or loop body in it.
       builder: collects the nodes.
-      outside: what stands among the nodes for a tensor of ``graph``.
+      outside: makes a reference, for the builder's nodes, to a tensor of ``graph``.
     """
 
     def __init__(self, workers: Any, graph: tf.Graph, builder: Builder,
@@ -49,18 +49,18 @@ class Across:
         self._builder = builder
         self._crossings: dict[str, _Crossing] = {}
         self._control_flow: set[str] = set()
-        self._last = ""  # what the next collective operation waits for
+        self._last = ""  # the node that the next collective operation waits for
 
     def cross(self, kind: str, ref: Ref, device: str,
               shape: tf.TensorShape | None = None, axis: int = 0) -> Ref:
-        """What all workers' values make together.
+        """The merged value of all workers; its node is made by :meth:`finish`.
 
         Args:
           kind: "sum", "gather" (along ``axis``), or "max", "min", "and", "or".
           ref: this worker's value.
-          device: where the result is wanted.
-          shape: what is known of the value's shape, the same on all workers.
-          axis: along which it is gathered.
+          device: the device that needs the result.
+          shape: the value's static shape, the same on all workers.
+          axis: the dimension along which values are gathered.
         """
         if self.workers is None:
             return ref
@@ -70,16 +70,16 @@ class Across:
         return Ref(name, 0, ref.dtype)
 
     def note_control_flow(self, node: str) -> None:
-        """Remembers a branch or loop within which something crosses."""
+        """Notes a branch or loop that has collective operations in it."""
         self._control_flow.add(node)
 
     def finish(self) -> list[str]:
-        """Makes the nodes of all that crosses; gives those that must run on every worker."""
+        """Makes all collective operations; returns the nodes that must run on each worker."""
         order: list[str] = []
         groups: dict[tuple[int, str], list[tuple[int, str]]] = {}
-        places, control_flow = self._places()
+        level_and_depth, control_flow = self._levels_and_depths()
         for name, crossing in self._crossings.items():
-            level, depth = places(crossing.ref.node)
+            level, depth = level_and_depth(crossing.ref.node)
             kind = crossing.kind if crossing.kind in (SUM, GATHER) else "extreme"
             groups.setdefault((level, kind), []).append((depth, name))
         for level, kind in sorted({*groups, *((level, "~") for level in control_flow)}):
@@ -87,35 +87,35 @@ class Across:
                 for node in control_flow[level]:
                     self._builder.wait(node, self._last)
                     self._last = node
-            else:  # the last values are taken to be ready first
-                order += self._together(kind, [name for _, name in sorted(
+            else:  # deepest first, as ``Workers`` take the last values to be ready first
+                order += self._make_group(kind, [name for _, name in sorted(
                     groups[level, kind], key=lambda found: -found[0])])
         return [*order, *(node for nodes in control_flow.values() for node in nodes)]
 
-    def _places(self) -> tuple[Callable[[str], tuple[int, int]], dict[int, list[str]]]:
-        """How often something crosses before a node, and how many nodes are before it."""
+    def _levels_and_depths(self) -> tuple[Callable[[str], tuple[int, int]], dict[int, list[str]]]:
+        """A function that returns a node's level and depth; and each level's branches and loops."""
         found: dict[str, tuple[int, int]] = {}
         control_flow: dict[int, list[str]] = {}
 
-        def place(name: str) -> tuple[int, int]:
+        def level_and_depth(name: str) -> tuple[int, int]:
             crossing = self._crossings.get(name)
             if crossing is None:
                 return found.get(name, (0, 0))
-            level, depth = place(crossing.ref.node)
+            level, depth = level_and_depth(crossing.ref.node)
             return level + 1, depth
 
         if self._crossings or self._control_flow:
             for node in self._builder.nodes.values():
-                before = [place(text.lstrip("^").split(":")[0]) for text in node.input]
+                before = [level_and_depth(text.lstrip("^").split(":")[0]) for text in node.input]
                 level = max((level for level, _ in before), default=0)
                 if node.name in self._control_flow:
                     control_flow.setdefault(level, []).append(node.name)
                     level += 1
                 found[node.name] = level, 1 + max((depth for _, depth in before), default=0)
-        return place, control_flow
+        return level_and_depth, control_flow
 
-    def _together(self, kind: str, names: list[str]) -> list[str]:
-        """Makes the nodes of values that cross together."""
+    def _make_group(self, kind: str, names: list[str]) -> list[str]:
+        """Makes the collective operations of values that cross together."""
         crossings = [self._crossings[name] for name in names]
 
         def cross(*values: tf.Tensor) -> Any:
@@ -134,13 +134,13 @@ class Across:
         refs.update((inner.name, self.outside(self.graph.capture(outer)))
                     for outer, inner in traced.captures)
         _tf.hand_on_functions(traced, self._builder.graph)
-        must_run = self._copied(traced, refs)
+        must_run = self._copy_operations(traced, refs)
         for name, crossing, tensor in zip(names, crossings, traced.outputs):
             self._builder.define(name, refs[tensor.name], crossing.device)
         return must_run
 
-    def _copied(self, traced: Any, refs: dict[str, Ref]) -> list[str]:
-        """Copies the operations of a graph; gives the nodes that must run."""
+    def _copy_operations(self, traced: Any, refs: dict[str, Ref]) -> list[str]:
+        """Copies a graph's operations, and tensors to ``refs``; returns nodes that must run."""
         nodes: dict[str, str] = {}
         must_run = []
         for operation in map(Op, traced.get_operations()):
@@ -150,11 +150,11 @@ class Across:
             crosses = _tf.crosses_machines(operation.operation)
             if crosses and self._last:
                 controls.append(self._last)
-            made, node = self._builder.copy(
+            outputs, node = self._builder.copy(
                 operation, [refs[name] for name in operation.input_names],
                 operation.operation.device, _SCOPE, controls)
             nodes[operation.name] = node
-            refs.update(zip(operation.output_names, made))
+            refs.update(zip(operation.output_names, outputs))
             if crosses:
                 self._last = node
                 must_run.append(node)
