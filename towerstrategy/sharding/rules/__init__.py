@@ -1,4 +1,4 @@
-"""The table of rules, a file a family of operations.
+"""The table of sharding rules, a file for each family of ops.
 
 Goes in: nothing.  Comes out: :mod:`registry`, filled: each file registers its rules when imported.
 """

@@ -1,7 +1,7 @@
-"""Operations that work entry by entry, with broadcasting, and those that are linear in a partial.
+"""Rules for elementwise ops, which broadcast, and which may be linear in a partial sum.
 
-Goes in: an operation.  Comes out: its plan.  Rows stay where they are.  What is partial stays so
-where the operation is linear in it, unless something larger would have to cross then.
+Goes in: an op and the specs of its inputs.  Comes out: its plan.  Sharded inputs make a sharded
+output.  A partial sum stays partial if the op is linear in it.
 """
 
 from __future__ import annotations
@@ -59,25 +59,26 @@ _UNARY, _OF_ONE_SHAPE = frozenset(UNARY), frozenset(OF_ONE_SHAPE)
 
 
 @rule(*UNARY, *BINARY, light=True)
-def entry_by_entry(op: Op, specs: Sequence[Spec]) -> Plan | None:
+def elementwise(op: Op, specs: Sequence[Spec]) -> Plan | None:
     if op.type in AS_IT_IS and not isinstance(specs[0], Replicated):
         return Plan(specs, specs, passes=True)
     if any(isinstance(spec, ListOf) for spec in specs):
-        alike = all(isinstance(spec, ListOf) for spec in specs)
-        return Plan(specs, [specs[0]] * len(op.outputs)) if alike else None
+        only_lists = all(isinstance(spec, ListOf) for spec in specs)
+        return Plan(specs, [specs[0]] * len(op.outputs)) if only_lists else None
     if any(isinstance(spec, Sharded) for spec in specs):
-        return _of_rows(op, specs)
+        return _sharded(op, specs)
     if any(isinstance(spec, Size) for spec in specs):
-        return _of_size(op, specs)
+        return _size(op, specs)
     if all(spec == SUM for spec in specs) and _is_linear(op):
         return Plan(specs, [specs[0]])
     if op.type == "AddV2" and isinstance(specs[1], Axes) and op.value(0) is not None:
-        before = (False,) * int(op.value(0))  # dimensions in front, as of an einsum's "a...b"
-        return Plan([REPLICATED] * 2, [Axes((*before, *specs[1].reduced))])
+        front = (False,) * int(op.value(0))  # axes moved back by so many dimensions, as by einsum
+        return Plan([REPLICATED] * 2, [Axes((*front, *specs[1].reduced))])
     return None
 
 
-def _of_rows(op: Op, specs: Sequence[Spec]) -> Plan | None:
+def _sharded(op: Op, specs: Sequence[Spec]) -> Plan | None:
+    """The plan where an input is sharded."""
     if op.type in _UNARY:  # further inputs are the same for all towers
         return by_names(op, specs, [DIMS], [DIMS])
     if op.type in _OF_ONE_SHAPE:
@@ -85,12 +86,12 @@ def _of_rows(op: Op, specs: Sequence[Spec]) -> Plan | None:
     ranks, rank = [op.rank(index) for index in range(len(specs))], op.out_rank()
     if None in ranks or rank is None:
         return None
-    return by_names(op, specs, [range(rank - own, rank) for own in ranks], [range(rank)],
+    return by_names(op, specs, [range(rank - each, rank) for each in ranks], [range(rank)],
                     gathers=True)
 
 
-def _of_size(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    """A number of rows times, or over, what is none; a cast of it; the larger of two alike."""
+def _size(op: Op, specs: Sequence[Spec]) -> Plan | None:
+    """The plan of a product, quotient or cast of a number of rows, or maximum of equal ones."""
     size = next(spec for spec in specs if isinstance(spec, Size))
     if op.type == "Cast" and op.outputs[0].dtype.is_integer:
         return Plan(specs, specs)
@@ -101,26 +102,26 @@ def _of_size(op: Op, specs: Sequence[Spec]) -> Plan | None:
         times = None if factor is None or size.times is None else size.times * int(factor)
         return Plan([spec if spec is size else REPLICATED for spec in specs],
                     [Size(0, times, size.group)])
-    over = op.value(1) if op.type == "FloorDiv" and op.out_rank() == 0 else None
-    if over is not None and specs[0] is size and int(over) > 0 \
-            and size.blocks % int(over) == 0:  # so many rows a view
-        return Plan([size, REPLICATED], [Size(0, size.times, size.some(size.blocks // int(over)))])
+    divisor = op.value(1) if op.type == "FloorDiv" and op.out_rank() == 0 else None
+    if divisor is not None and specs[0] is size and int(divisor) > 0 \
+            and size.blocks % int(divisor) == 0:  # the rows of some of the blocks
+        blocks = size.some(size.blocks // int(divisor))
+        return Plan([size, REPLICATED], [Size(0, size.times, blocks)])
     return None
 
 
 def _is_linear(op: Op) -> bool:
-    """Whether a sum of parts is what the operation makes of them added up."""
+    """Whether an op of partial sums makes the parts of its output's sum."""
     if op.type != "Cast":
         return op.type in LINEAR
-    # Integers are cut off; a half has too few digits for parts, and may be infinite where they
-    # are not.
-    of, to = op.inputs[0].dtype, op.outputs[0].dtype
-    return (to.is_complex or to.is_floating and to.size >= 4) and of != tf.bool
+    # Casts to integers round. Half precision has too few digits for parts, and parts may overflow.
+    before, after = op.inputs[0].dtype, op.outputs[0].dtype
+    return (after.is_complex or after.is_floating and after.size >= 4) and before != tf.bool
 
 
 @rule("QuantizeAndDequantizeV3", "QuantizeAndDequantizeV4")
 def quantize(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    """Unless the range is that of all rows, or there is one a row."""
+    """Sharded unless the range is computed from all rows, or rows have ranges of their own."""
     axis = op.attr("axis")
     names = DIMS if axis < 0 else f"{DIMS[:axis]}{MIXED}{DIMS[axis:]}"
     return by_names(op, specs, [names], [names]) if op.attr("range_given") else None
@@ -129,7 +130,7 @@ def quantize(op: Op, specs: Sequence[Spec]) -> Plan | None:
 @rule("FakeQuantWithMinMaxVars", "FakeQuantWithMinMaxVarsPerChannel",
       "FakeQuantWithMinMaxVarsGradient", "FakeQuantWithMinMaxVarsPerChannelGradient")
 def fake_quantize(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    """Within one range, or one for each place in the last dimension, whose gradient is a sum."""
+    """There is one range, or one for each channel; the ranges' gradients are partial sums."""
     ranks = op.rank(0), op.rank(-1)
     names = "" if None in ranks else DIMS[:ranks[0] - ranks[1]]
     return by_names(op, specs, [names] * (len(specs) - 2), [names, "", ""][:len(op.outputs)], SUM)
@@ -137,7 +138,7 @@ def fake_quantize(op: Op, specs: Sequence[Spec]) -> Plan | None:
 
 @rule("Select", light=True)
 def select(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    """A condition of one entry, one for each row, or one for each entry."""
+    """The condition has one entry, an entry for each row, or an entry for each entry."""
     rank, condition = op.out_rank(), op.rank(0)
     if rank is None or condition not in (0, 1, rank):
         return None
@@ -146,7 +147,7 @@ def select(op: Op, specs: Sequence[Spec]) -> Plan | None:
 
 @rule("EnsureShape")
 def ensure_shape(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    """Where nothing is said of how many rows there are."""
+    """Sharded unless it checks the number of rows."""
     spec, shape = specs[0], tf.TensorShape(op.attr("shape"))
     if not isinstance(spec, Sharded) or shape.rank is not None and shape[spec.dim] is not None:
         return None
@@ -155,7 +156,7 @@ def ensure_shape(op: Op, specs: Sequence[Spec]) -> Plan | None:
 
 @rule("Assert")
 def check(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    """All towers, and all machines, know whether it fails; each shows rows of its own."""
+    """All towers check the same condition, so all fail together; each prints its own rows."""
     if not is_plain(specs[0]) or not any(isinstance(spec, Sharded) for spec in specs):
         return None
     return Plan([spec if isinstance(spec, Sharded) else REPLICATED for spec in specs], [])

@@ -1,8 +1,8 @@
-"""Gathers and scatters, and sums of segments.
+"""Rules for gathers, scatters and segment reductions.
 
-Goes in: an operation.  Comes out: its plan.  Where all examples have the same indices, or an index
-names the row that it is in, each tower scatters its own; rows that are scattered into a replicated
-tensor add up.
+Goes in: an op and the specs of its inputs.  Comes out: its plan.  Where all examples have the same
+indices, or each index names its own row, a tower handles its own rows.  Rows that are scattered
+into a replicated tensor make a partial sum.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from towerstrategy.sharding.rules.own_rows import in_own_rows
 from towerstrategy.sharding.rules.registry import Op, Plan, rule
 from towerstrategy.sharding.spec import REPLICATED, SUM, Partial, Sharded, Size, Spec
 
-EXAMPLES = 32  # of a tower, as their number is not known
+EXAMPLES = 32  # a guess of how many rows a tower has, which is not known
 
 
-def _sends_less(op: Op, given: Spec) -> bool:
-    """Whether what a tower's examples have of a table is less than the table."""
+def _output_is_smaller(op: Op, output: Spec) -> bool:
+    """Whether a tower's part of the output probably has fewer entries than the table."""
     size, shape = op.inputs[0].shape.num_elements(), op.outputs[0].shape
-    if size is None or not isinstance(given, Sharded):
+    if size is None or not isinstance(output, Sharded):
         return False
-    others = [length for dim, length in enumerate(shape) if dim != given.dim]
-    return None in others or size > EXAMPLES * (given.times or 1) * math.prod(others)
+    others = [length for dim, length in enumerate(shape) if dim != output.dim]
+    return None in others or size > EXAMPLES * (output.times or 1) * math.prod(others)
 
 
 @rule("GatherV2")
@@ -36,14 +36,14 @@ def gather(op: Op, specs: Sequence[Spec]) -> Plan | None:
     axes = op.axes(2, ranks[0])
     if axes is None or None in ranks or batch < 0:
         return None
-    own = None if axes[0] or batch else in_own_rows(op, specs, 1, 0)
-    if own is not None:
-        return own
+    own_rows = None if axes[0] or batch else in_own_rows(op, specs, 1, 0)
+    if own_rows is not None:
+        return own_rows
     front, behind = DIMS[:axes[0]], DIMS[axes[0] + 1:ranks[0]]
     chosen = DIMS.upper()[:ranks[1] - batch]
     plan = by_names(op, specs, [f"{front}{MIXED}{behind}", front[:batch] + chosen],
                     [front + chosen + behind], gathers=True)
-    if plan is not None and plan.takes[0] == REPLICATED and _sends_less(op, plan.gives[0]):
+    if plan is not None and plan.takes[0] == REPLICATED and _output_is_smaller(op, plan.gives[0]):
         plan.near = 0
     return plan
 
@@ -56,7 +56,7 @@ def gather_nd(op: Op, specs: Sequence[Spec]) -> Plan | None:
 
 @rule("LookupTableFind", "LookupTableFindV2", "ResourceGather")
 def lookup(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    """Each tower asks the one table."""
+    """Each tower looks its rows up in the one table."""
     if op.type == "ResourceGather" and op.attr("batch_dims"):
         return None
     return by_names(op, specs, [None, DIMS], [DIMS])
@@ -64,7 +64,7 @@ def lookup(op: Op, specs: Sequence[Spec]) -> Plan | None:
 
 @rule("LowerBound", "UpperBound")
 def search_sorted(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    """Each value for itself, among the sorted numbers of its row."""
+    """Each value is looked up by itself, in the sorted numbers of its row."""
     return by_names(op, specs, [f"a{MIXED}", "ab"], ["ab"])
 
 
@@ -72,55 +72,55 @@ def search_sorted(op: Op, specs: Sequence[Spec]) -> Plan | None:
       "SegmentMaxV2", "SegmentMinV2", "SegmentProdV2", "SparseSegmentSum", "SparseSegmentMean",
       "SparseSegmentSqrtN")
 def sorted_segments(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    """Sums over the first dimension: each row for itself in another."""
+    """Reductions over the first dimension; another dimension may have the rows."""
     return by_names(op, specs, [MIXED + DIMS], [MIXED + DIMS])
 
 
 @rule("UnsortedSegmentSum", "UnsortedSegmentMax", "UnsortedSegmentMin",
       "UnsortedSegmentProd")
 def unsorted_segment(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    """Of rows behind the segments each is for itself."""
+    """Rows in a dimension with segment numbers are reduced; rows in a later one stay apart."""
     rank = op.rank(1)
     reduction = {"Sum": "sum", "Max": "max", "Min": "min"}.get(op.type[len("UnsortedSegment"):])
-    own = in_own_rows(op, specs, 1, 2, [0], into=True)
-    return own if own is not None or rank is None else by_names(
+    own_rows = in_own_rows(op, specs, 1, 2, [0], into=True)
+    return own_rows if own_rows is not None or rank is None else by_names(
         op, specs, [DIMS, DIMS[:rank]], [MIXED + DIMS[rank:]],
         Partial(reduction) if reduction else None)
 
 
 @rule("ScatterNd")
 def scatter_nd(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    truth = op.inputs[1].dtype.is_bool  # of entries with the same indices: whether any is true
+    is_bool = op.inputs[1].dtype.is_bool  # entries with the same indices are combined by "or"
     names = but([-1], op.rank(0), "")
     return in_own_rows(op, specs, 0, 2, [1], column=0, into=True) or by_names(
-        op, specs, [names, names], [""], Partial("or") if truth else SUM)
+        op, specs, [names, names], [""], Partial("or") if is_bool else SUM)
 
 
 @rule("TensorScatterUpdate", "TensorScatterAdd", "TensorScatterSub", "TensorScatterMax",
       "TensorScatterMin")
 def into_tensor(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    """Of the dimensions that indices name none is the rows', or the first, by their own number."""
-    own = in_own_rows(op, specs, 1, 0, [2], column=0, into=True)
+    """The indices name their own rows in the first dimension, or name no sharded dimension."""
+    own_rows = in_own_rows(op, specs, 1, 0, [2], column=0, into=True)
     ranks = op.rank(0), op.rank(2)
-    if own is not None:
-        return own
-    named = op.inputs[1].shape[-1] if op.rank(1) else None
-    if None in ranks or named is None:
+    if own_rows is not None:
+        return own_rows
+    indexed = op.inputs[1].shape[-1] if op.rank(1) else None
+    if None in ranks or indexed is None:
         return None
-    rest = DIMS[:ranks[0] - named]  # the last dimensions of updates, too
+    rest = DIMS[:ranks[0] - indexed]  # the last dimensions, of the tensor and of the updates
     into, updates = (rest.rjust(rank, MIXED) for rank in ranks)
     return by_names(op, specs, [into, None, updates], [into], padded=True)
 
 
 @rule("XlaDynamicUpdateSlice")
 def update_slice(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    """Of as many rows, as in a cache of keys: what is put where it fits begins at the first."""
+    """An update of all rows, as in a cache of keys: it fits only if it begins at the first row."""
     return by_names(op, specs, [DIMS, DIMS], [DIMS]) if specs[0] == specs[1] else None
 
 
 @rule("DenseBincount")
 def bincount(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    """How many there are of each number, in all rows or in each."""
+    """Counts over all rows are partial sums; counts for each row are sharded."""
     rank, shape = op.rank(0), op.inputs[2].shape
     unweighted = shape.rank == 1 and shape[0] == 0
     if rank == 1 and op.attr("binary_output") or not unweighted and (

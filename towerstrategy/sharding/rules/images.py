@@ -1,6 +1,7 @@
-"""Operations on images, which have the rows first: convolutions, pooling, sizes, warps, boxes.
+"""Rules for ops on batches of images: convolutions, pooling, resizing, warps, boxes.
 
-Goes in: an operation.  Comes out: its plan.  A filter's gradient is a part of a sum on each tower.
+Goes in: an op and the specs of its inputs.  Comes out: its plan.  Images are sharded along the
+first dimension.  The gradient of a filter is a partial sum.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from towerstrategy.sharding.rules.own_rows import in_own_rows
 from towerstrategy.sharding.rules.registry import EACH, Op, Plan, rule
 from towerstrategy.sharding.spec import REPLICATED, SUM, Sharded, Size, Spec
 
-# An operation's type -> which of its inputs have rows.
+# An op type -> the inputs that have the rows in their first dimension.
 _ROWS: dict[str, tuple[int, ...]] = {
     **dict.fromkeys((
         "Conv2D", "Conv3D", "DepthwiseConv2dNative", "MaxPool", "AvgPool", "MaxPool3D", "AvgPool3D",
@@ -36,9 +37,9 @@ _ROWS: dict[str, tuple[int, ...]] = {
 @rule(*_ROWS)
 def image(op: Op, specs: Sequence[Spec]) -> Plan | None:
     if op.type == "ExtractVolumePatches" and op.out_rank() != op.rank(0):
-        return None  # of volumes of unknown sizes TensorFlow says a wrong rank
+        return None  # TensorFlow infers a wrong rank for volumes of unknown sizes
     if op.type.endswith("WithArgmax") and op.attr("include_batch_in_index"):
-        return None  # places are counted through all images
+        return None  # the indices count through all images
     return _rows_first(op, specs, _ROWS[op.type], "a")
 
 
@@ -48,58 +49,59 @@ def filter_gradient(op: Op, specs: Sequence[Spec]) -> Plan | None:
     return _rows_first(op, specs, (0, 2), "")
 
 
-def _rows_first(op: Op, specs: Sequence[Spec], data: Sequence[int], out: str) -> Plan | None:
-    """The inputs ``data`` have the rows first, all else is the same for all."""
-    if op.rank(data[0]) is None or any(op.out_rank(at) is None for at in range(len(op.outputs))):
-        return None  # a row of padding needs them
-    names = ["a" if index in data else None for index in range(len(specs))]
-    return by_names(op, specs, names, [out], SUM, padded=True)
+def _rows_first(op: Op, specs: Sequence[Spec], images: Sequence[int], output: str) -> Plan | None:
+    """The plan of an op whose inputs ``images`` have rows, in dimension "a", and others do not."""
+    if op.rank(images[0]) is None or any(op.out_rank(at) is None for at in range(len(op.outputs))):
+        return None  # padding needs the ranks
+    names = ["a" if index in images else None for index in range(len(specs))]
+    return by_names(op, specs, names, [output], SUM, padded=True)
 
 
 @rule("Conv2DBackpropInput", "Conv3DBackpropInputV2", "DepthwiseConv2dNativeBackpropInput",
       "AvgPoolGrad", "AvgPool3DGrad")
 def input_gradient(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    """The first input is the shape of the result: the tower's, or with the tower's rows put in."""
+    """Input 0 is the shape of the output: the tower's; or the batch's, with the tower's rows."""
     gradient = specs[-1]
     if not isinstance(gradient, Sharded) or gradient.dim or op.rank(-1) is None \
             or op.out_rank() != op.rank(-1):
         return None
     middle: list[Spec] = [REPLICATED] * (len(specs) - 2)
-    padded = op.type != "Conv2DBackpropInput"  # whose kernels look first whether there is anything
+    padded = op.type != "Conv2DBackpropInput"  # these kernels work on no rows
     if isinstance(specs[0], Size) and specs[0].at == 0 and specs[0].shards(0) == gradient \
             and op.inputs[0].shape.is_fully_defined():
         return Plan([specs[0], *middle, gradient], [gradient], padded=padded)
-    return Plan([REPLICATED, *middle, gradient], [gradient], make=_with_own_rows, alone=0,
+    return Plan([REPLICATED, *middle, gradient], [gradient], make=_make_input_gradient, alone=0,
                 padded=padded)
 
 
-def _with_own_rows(m: Any) -> list[list[Any]]:
+def _make_input_gradient(m: Any) -> list[list[Any]]:
+    """Makes a copy of the op for each tower, with the tower's number of rows in the shape."""
     last = len(m.op.inputs) - 1
     dtype = m.op.inputs[0].dtype
-    own = m.make("Shape", [m.parts(last)], EACH, out_type=dtype)
-    first, rest = (m.constant([place], dtype, EACH) for place in (0, 1))
-    rows = m.make("Slice", [own, first, rest], EACH)
-    size = m.make("Slice", [m.parts(0), rest, m.constant([-1], dtype, EACH)], EACH)
-    shape = m.make("ConcatV2", [rows, size, m.constant(0, tf.int32, EACH)], EACH)
-    made: list[list[Any]] = m.copy([shape, *map(m.parts, range(1, last + 1))], EACH)
-    return made
+    gradient_shape = m.make("Shape", [m.parts(last)], EACH, out_type=dtype)
+    zero, one = (m.constant([number], dtype, EACH) for number in (0, 1))
+    rows = m.make("Slice", [gradient_shape, zero, one], EACH)
+    sizes = m.make("Slice", [m.parts(0), one, m.constant([-1], dtype, EACH)], EACH)
+    shape = m.make("ConcatV2", [rows, sizes, m.constant(0, tf.int32, EACH)], EACH)
+    outputs: list[list[Any]] = m.copy([shape, *map(m.parts, range(1, last + 1))], EACH)
+    return outputs
 
 
 @rule("ImageProjectiveTransformV2", "ImageProjectiveTransformV3")
 def warp(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    """A transform for each image, or one for all."""
+    """There is one transform for each image, or one for all images."""
     return by_names(op, specs, [range(1), range(1)], [range(1)]) if op.rank(1) == 2 else None
 
 
 @rule("CropAndResize")
 def crop(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    """A tower crops its boxes: of its own images, or of any, which are counted in the batch."""
+    """Each tower crops its own boxes, from its own images if each box is in its own image."""
     return in_own_rows(op, specs, 2, 0, [1]) or by_names(op, specs, [None, "a", "a"], ["a"])
 
 
 @rule("CropAndResizeGradImage", "CropAndResizeGradBoxes")
 def crop_gradient(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    """Likewise."""
+    """Like :func:`crop`; the gradient of images that other towers may crop is a partial sum."""
     if op.type.endswith("Image"):
         return in_own_rows(op, specs, 2, 3, [0, 1], into=True) or by_names(
             op, specs, "aaa", [""], SUM)

@@ -1,6 +1,7 @@
-"""Lists of tensors, as loops keep them, and optionals, as branches do: each tower has its own.
+"""Rules for tensor lists, which loops keep, and for optionals, which branches keep.
 
-Goes in: an operation.  Comes out: its plan.
+Goes in: an op and the specs of its inputs.  Comes out: its plan.  Each tower has a list, or an
+optional, of its own.
 """
 
 from __future__ import annotations
@@ -30,63 +31,64 @@ def _size_or_whole(spec: Spec) -> Spec:
     return spec if isinstance(spec, Size) else REPLICATED
 
 
-def is_empty(held: tf.Tensor, element: Spec | None) -> bool:
-    """Whether a list made once has no entries, so that it may serve as each tower's.
+def is_empty(tensor_list: tf.Tensor, element: Spec | None) -> bool:
+    """Whether a replicated list is made without entries, so that each tower may use a copy of it.
 
     Args:
-      held: the list, where it is made.
-      element: what its entries are to be: a tower's rows do not go into a list of all rows.
+      tensor_list: the list, or optional, as the op that makes it returns it.
+      element: the spec of the entries that are put into it. If these are sharded, the list must not
+        say how many rows they have.
     """
-    if held.op.type == "OptionalNone":
+    if tensor_list.op.type == "OptionalNone":
         return True
-    if held.op.type not in ("EmptyTensorList", "TensorListReserve"):
+    if tensor_list.op.type not in ("EmptyTensorList", "TensorListReserve"):
         return False
     if not isinstance(element, Sharded):
         return True
-    shape = entries_of(held.op.inputs[0])
+    shape = entries_of(tensor_list.op.inputs[0])
     return shape is not None and (not shape.ndim or bool(shape[element.dim] == -1))
 
 
-def _shaped_as(op: Op, index: int, spec: Spec, element: Spec) -> bool:
-    """Whether the shape that entries are said to have holds for the towers' entries."""
+def _shape_fits(op: Op, index: int, spec: Spec, element: Spec) -> bool:
+    """Whether input ``index``, the shape of the entries, is right for each tower's entries."""
     if not isinstance(element, Sharded):
         return not isinstance(spec, Size)
     if isinstance(spec, Size):
         return spec.shards(spec.at) == element
     value = op.value(index)
-    known = static_sizes(op, index, spec) if value is None else list(value.ravel())
-    if known is None or value is not None and value.ndim == 0:
+    sizes = static_sizes(op, index, spec) if value is None else list(value.ravel())
+    if sizes is None or value is not None and value.ndim == 0:
         return value is not None
-    return len(known) > element.dim and known[element.dim] == -1
+    return len(sizes) > element.dim and sizes[element.dim] == -1
 
 
 @rule("TensorListPushBack", "TensorListSetItem")
 def put(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    """An entry that is as those are which the list has."""
-    held, *index, entry = specs
+    """The new entry has to have the spec of the entries in the list."""
+    list_spec, *index, entry = specs
     if isinstance(entry, Replicated):
         entry = REPLICATED
-        if not isinstance(held, ListOf):
+        if not isinstance(list_spec, ListOf):
             return None
-    if not isinstance(held, ListOf):
-        held = ListOf(entry)
-    if not all(map(is_plain, index)) or held.element not in (None, entry):
+    if not isinstance(list_spec, ListOf):
+        list_spec = ListOf(entry)
+    if not all(map(is_plain, index)) or list_spec.element not in (None, entry):
         return None
-    return Plan([held, *[REPLICATED] * len(index), entry], [ListOf(entry)])
+    return Plan([list_spec, *[REPLICATED] * len(index), entry], [ListOf(entry)])
 
 
 @rule("TensorListPopBack", "TensorListGetItem")
 def take(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    """An entry; of a list into which nothing was put, zeros of the shape that is said."""
-    held, *index, shape = specs
-    if not isinstance(held, ListOf) or not all(map(is_plain, index)):
+    """An entry; a list into which nothing was put has zeros, of the shape in the last input."""
+    list_spec, *index, shape = specs
+    if not isinstance(list_spec, ListOf) or not all(map(is_plain, index)):
         return None
-    element = held.element or (
+    element = list_spec.element or (
         shape.shards(shape.at) if isinstance(shape, Size) else REPLICATED)
-    if not _shaped_as(op, len(specs) - 1, shape, element):
+    if not _shape_fits(op, len(specs) - 1, shape, element):
         return None
-    gives = [held, element] if op.type == "TensorListPopBack" else [element]
-    return Plan([held, *[REPLICATED] * len(index), _size_or_whole(shape)], gives)
+    gives = [list_spec, element] if op.type == "TensorListPopBack" else [element]
+    return Plan([list_spec, *[REPLICATED] * len(index), _size_or_whole(shape)], gives)
 
 
 @rule("TensorListFromTensor")
@@ -100,12 +102,12 @@ def from_tensor(op: Op, specs: Sequence[Spec]) -> Plan | None:
 
 @rule("TensorListStack")
 def stack(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    held = specs[0]
-    if not isinstance(held, ListOf):
+    list_spec = specs[0]
+    if not isinstance(list_spec, ListOf):
         return None
-    takes = [held, *map(_size_or_whole, specs[1:])]
-    element = held.element
-    if not _shaped_as(op, 1, specs[1], element or REPLICATED):
+    takes = [list_spec, *map(_size_or_whole, specs[1:])]
+    element = list_spec.element
+    if not _shape_fits(op, 1, specs[1], element or REPLICATED):
         return None
     if isinstance(element, Sharded):
         return Plan(takes, [element.at(element.dim + 1)])
@@ -115,19 +117,19 @@ def stack(op: Op, specs: Sequence[Spec]) -> Plan | None:
 
 
 @rule("OptionalFromValue")
-def kept(op: Op, specs: Sequence[Spec]) -> Plan | None:
+def make_optional(op: Op, specs: Sequence[Spec]) -> Plan | None:
     return Plan(specs, [OptionalOf(specs[0])]) if len(specs) == 1 else None
 
 
 @rule("OptionalGetValue")
-def kept_before(op: Op, specs: Sequence[Spec]) -> Plan | None:
+def optional_value(op: Op, specs: Sequence[Spec]) -> Plan | None:
     element = specs[0].element if isinstance(specs[0], OptionalOf) else None
     return None if element is None or len(op.outputs) > 1 else Plan(specs, [element])
 
 
 @rule("TensorListReserve", "EmptyTensorList")
 def new_list(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    """Of entries whose shape has rows."""
+    """Each tower makes a list if the shape of the entries has a number of rows."""
     size = specs[0]
     if not isinstance(size, Size):
         return None
@@ -136,28 +138,28 @@ def new_list(op: Op, specs: Sequence[Spec]) -> Plan | None:
 
 @rule("TensorListLength")
 def length(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    held = specs[0]
-    return Plan([held], [REPLICATED]) if isinstance(held, ListOf) else None
+    list_spec = specs[0]
+    return Plan([list_spec], [REPLICATED]) if isinstance(list_spec, ListOf) else None
 
 
 @rule("TensorListElementShape")
 def element_shape(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    """The shape of a list's entries, with -1 where it is open."""
-    held = specs[0]
-    if not isinstance(held, ListOf):
+    """The shape of a list's entries, with -1 for unknown sizes; the towers' rows are added up."""
+    list_spec = specs[0]
+    if not isinstance(list_spec, ListOf):
         return None
-    element = held.element
+    element = list_spec.element
     if not isinstance(element, Sharded):
-        return Plan([held], [REPLICATED])
+        return Plan([list_spec], [REPLICATED])
 
     def whole(m: Any) -> list[Any]:
         first, *others = m.copy([m.parts(0)], EACH)[0]
         dtype = op.outputs[0].dtype
-        place = m.constant([element.dim], tf.int32, None)
-        rows = [m.make("Gather", [shape, place], None) for shape in (first, *others)]
+        dim = m.constant([element.dim], tf.int32, None)
+        rows = [m.make("Gather", [shape, dim], None) for shape in (first, *others)]
         total = m.make("Maximum", [m.towers.add_up(rows, m.towers.merge),
                                    m.constant(-1, dtype, None)], None)
         return [m.make("TensorScatterUpdate", [
             first, m.constant([[element.dim]], tf.int32, None), total], None)]
 
-    return Plan([held], [Size(element.dim, element.times, element.group)], whole=whole)
+    return Plan([list_spec], [Size(element.dim, element.times, element.group)], whole=whole)

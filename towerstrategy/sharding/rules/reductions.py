@@ -1,7 +1,7 @@
-"""Reductions: over the rows they give a part of the result on each tower.
+"""Rules for reductions: over the rows they make partial results.
 
-Goes in: an operation.  Comes out: its plan.  A mean over rows is a tower's sum over the batch's
-count.
+Goes in: an op and the specs of its inputs.  Comes out: its plan.  A mean over rows is a partial
+sum: each tower divides the sum over its rows by the batch's number of rows.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from towerstrategy.sharding.rules.entries import entries_of
 from towerstrategy.sharding.rules.registry import EACH, Op, Plan, rule
 from towerstrategy.sharding.spec import REPLICATED, SUM, Axes, Partial, Sharded, Size, Sizes, Spec
 
-_PARTS = {"Sum": "sum", "Max": "max", "Min": "min", "All": "and", "Any": "or"}
+_PARTIAL = {"Sum": "sum", "Max": "max", "Min": "min", "All": "and", "Any": "or"}
 
 
 def _reduced(op: Op, axes: Spec) -> Sequence[bool | None] | None:
-    """For each dimension whether it is among the axes; None where that is not known."""
+    """For each dimension, whether it is reduced, None if unknown; None if no axis is known."""
     if isinstance(axes, Axes):
         return axes.reduced
-    named, rank = entries_of(op.inputs[1]), op.rank(0)
-    if named is None or None in named or rank is None:
+    values, rank = entries_of(op.inputs[1]), op.rank(0)
+    if values is None or None in values or rank is None:
         return None
-    known = {axis % max(rank, 1) for axis in named.flat}
+    known = {axis % max(rank, 1) for axis in values.flat}
     return [dim in known for dim in range(rank)]
 
 
@@ -40,7 +40,7 @@ def reduction(op: Op, specs: Sequence[Spec]) -> Plan | None:
     if isinstance(spec, Size):
         return shapes.product_of_size(op, specs) if op.type == "Prod" else None
     reduced = _reduced(op, specs[1])
-    # A gradient that is summed over the axes of a broadcast, of which there may be none.
+    # The gradient of a broadcast is a sum over its axes; without axes it changes nothing.
     passes = op.type == "Sum" and reduced is not None and all(each is False for each in reduced)
     if isinstance(spec, Partial):
         return Plan([spec, REPLICATED], [SUM], passes=passes) \
@@ -49,7 +49,7 @@ def reduction(op: Op, specs: Sequence[Spec]) -> Plan | None:
             or isinstance(specs[1], Axes) and op.type != "Sum":
         return None
     if None in reduced:
-        if not keep:  # behind the first of unknown ones nobody knows which dimension is which
+        if not keep:  # the dimensions behind the first unknown one may move
             reduced = reduced[:reduced.index(None)]
     elif op.rank(0) == len(reduced) and (op.out_rank() is None or isinstance(specs[1], Axes)):
         op.outputs[0].set_shape([  # TensorFlow does not know the axes
@@ -58,23 +58,24 @@ def reduction(op: Op, specs: Sequence[Spec]) -> Plan | None:
     put = MIXED if keep else ""
     if op.type == "Mean" and op.inputs[0].dtype.is_floating and reduced[spec.dim]:
         axes = [dim for dim, each in enumerate(reduced) if each]
-        return Plan([spec, REPLICATED], [SUM], make=lambda m: _mean(m, spec, axes, keep), alone=-1)
+        return Plan([spec, REPLICATED], [SUM], make=lambda m: _make_mean(m, spec, axes, keep),
+                    alone=-1)
     plan = by_names(op, specs, ["".join(MIXED if each is None else DIMS[dim]
                                         for dim, each in enumerate(reduced))], [
         "".join(put if each else DIMS[dim] for dim, each in enumerate(reduced))],
-        Partial(_PARTS[op.type]) if op.type in _PARTS else None)
+        Partial(_PARTIAL[op.type]) if op.type in _PARTIAL else None)
     return plan and dataclasses.replace(plan, passes=passes)
 
 
-def _mean(m: Any, spec: Sharded, axes: Sequence[int], keep: bool) -> list[list[Any]]:
-    """Means over all other axes, summed over the tower's rows, over the batch's number of rows."""
+def _make_mean(m: Any, spec: Sharded, axes: Sequence[int], keep: bool) -> list[list[Any]]:
+    """Makes the mean over all other axes, summed over the tower's rows, over the batch's rows."""
     dtype = m.op.inputs[0].dtype
     half = dtype in (tf.float16, tf.bfloat16)
     count = m.rows(0, tf.float32) if half else m.rows(0, dtype)
     scale = m.make("Reciprocal", [count], None)
 
     value, others = m.parts(0), [axis for axis in axes if axis != spec.dim]
-    if half:  # a count above 2048 is no float16, nor is a long sum
+    if half:  # float16 has neither counts above 2048 nor long sums
         value = m.make("Cast", [value], EACH, DstT=tf.float32)
     if others:
         value = m.make("Mean", [value, m.constant(others, tf.int32, EACH)], EACH, keep_dims=True)
@@ -99,17 +100,18 @@ def l2_loss(op: Op, specs: Sequence[Spec]) -> Plan | None:
 @rule("Cumsum", "Cumprod", "CumulativeLogsumexp", "ReverseV2", "Roll")
 def along_an_axis(op: Op, specs: Sequence[Spec]) -> Plan | None:
     names = but(op.axes(2 if op.type == "Roll" else 1, op.rank(0)), op.rank(0))
-    return _of_same_shape(op, specs, names)
+    return _by_names_or_once(op, specs, names)
 
 
-def _of_same_shape(op: Op, specs: Sequence[Spec], names: str | None) -> Plan | None:
+def _by_names_or_once(op: Op, specs: Sequence[Spec], names: str | None) -> Plan | None:
+    """The plan by names; without one, the op runs once and its output is cut for the towers."""
     plan, spec = by_names(op, specs, [names], [names]), specs[0]
     return once_and_cut(op, specs, spec) if plan is None and isinstance(spec, Sharded) else plan
 
 
 @rule("ReverseSequence")
 def reverse_sequence(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    """Each sequence for itself, with its length."""
+    """Each sequence is reversed by itself, by its length."""
     batch, along = op.attr("batch_dim"), op.attr("seq_dim")
     names = f"{DIMS[:along]}{MIXED}{DIMS[along + 1:]}"
     return by_names(op, specs, [names, names[batch]], [names])
@@ -117,12 +119,12 @@ def reverse_sequence(op: Op, specs: Sequence[Spec]) -> Plan | None:
 
 @rule("Softmax", "LogSoftmax")
 def softmax(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    return _of_same_shape(op, specs, but([-1], op.rank(0)))
+    return _by_names_or_once(op, specs, but([-1], op.rank(0)))
 
 
 @rule("TopKV2", "NthElement")
 def along_the_last_axis(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    """A sort, too: where all are asked for, rows come out as they have gone in."""
+    """A sort asks for as many entries as there are; along the rows its output has all rows."""
     names, spec, count = but([-1], op.rank(0), ""), specs[0], specs[1]
     if isinstance(spec, Sharded) and isinstance(count, Size) and spec.dim + 1 == op.rank(0) \
             and count.shards(spec.dim) == spec and spec.times:
@@ -131,7 +133,7 @@ def along_the_last_axis(op: Op, specs: Sequence[Spec]) -> Plan | None:
 
 
 @rule("InTopKV2", "SparseSoftmaxCrossEntropyWithLogits")
-def of_labels(op: Op, specs: Sequence[Spec]) -> Plan | None:
+def with_sparse_labels(op: Op, specs: Sequence[Spec]) -> Plan | None:
     return by_names(op, specs, ["a", "a"], ["a"])
 
 

@@ -1,7 +1,8 @@
-"""In which of its inputs an operation is homogeneous, and of which degree.
+"""How the outputs of an op scale with one of its inputs: the degree of homogeneity.
 
-Goes in: an operation and the index of an input.  Comes out: by which power of a factor of the
-input the output is multiplied; None if by none.  ``tests/sharding/scaling_test.py`` proves it.
+Goes in: an op and the index of an input.  Comes out: the power p such that this input times c
+makes the outputs times c ** p; None if there is none.  ``tests/sharding/scaling_test.py`` proves
+the table.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import tensorflow as tf
 from towerstrategy.sharding.rules.registry import Op, plan_of
 from towerstrategy.sharding.spec import REPLICATED, SUM
 
-# An operation's type -> the inputs in each of which, all others kept, it is linear.
+# An op type -> the inputs of degree 1: linear in each of them while the others stay the same.
 _LINEAR: dict[str, tuple[int, ...]] = {
     **dict.fromkeys(("Mul", "MulNoNan", "MatMul", "BatchMatMul", "BatchMatMulV2",
                      "BatchMatMulV3", "Einsum", "Conv2D", "Conv3D", "DepthwiseConv2dNative",
@@ -52,54 +53,54 @@ _LINEAR: dict[str, tuple[int, ...]] = {
     "FusedBatchNormGradV3": (0,),
 }
 _INVERSE: dict[str, int] = {"RealDiv": 1, "Div": 1, "DivNoNan": 1, "Xdivy": 1, "Reciprocal": 0}
-# Sums of their inputs, or inputs put together.
+# Ops that add up, concatenate or choose among their inputs: linear in all of them together.
 ADDITIVE = frozenset({"AddN", "AddV2", "Add", "Sub", "ConcatV2", "Pack", "Select", "SelectV2",
                       "Complex", "MatrixDiagV2", "MatrixDiagV3", "MatrixDiagPartV2",
                       "MatrixDiagPartV3", "MatrixSetDiag", "MatrixSetDiagV2", "MatrixSetDiagV3",
                       "TensorScatterUpdate", "TensorScatterAdd", "TensorScatterSub"})
-# Of a sum they do not give the sum of what they give of its parts.
-_OF_PARTS_APART = frozenset({"Abs", "Relu", "LeakyRelu", "MaxPool"})
+# Homogeneous ops that are not linear: f(x + y) is not f(x) + f(y).
+_NOT_ADDITIVE = frozenset({"Abs", "Relu", "LeakyRelu", "MaxPool"})
 
 
-# An operation's type -> the input that is zero where the output is.
-_ZERO_AS = {"Fill": 1, "BroadcastTo": 0, "Cast": 0, "SelectV2": 1}
+# An op type -> the input that makes the output zero if it is zero.
+_ZERO_INPUT = {"Fill": 1, "BroadcastTo": 0, "Cast": 0, "SelectV2": 1}
 
 
 def is_zero(tensor: tf.Tensor) -> bool:
-    """Whether a tensor is known to be zero, which is each tower's part of a sum that is zero."""
+    """Whether a tensor is known to be zero, so that it may also be a part of a sum."""
     operation = tensor.op
     if operation.type == "ZerosLike":
         return True
-    if operation.type in _ZERO_AS and (
+    if operation.type in _ZERO_INPUT and (
             operation.type != "SelectV2" or _is_true(operation.inputs[0].op)):
-        return is_zero(operation.inputs[_ZERO_AS[operation.type]])
+        return is_zero(operation.inputs[_ZERO_INPUT[operation.type]])
     value = tf.get_static_value(tensor)
     return value is not None and value.dtype.kind in "fc" and not value.any()
 
 
 def _is_true(operation: tf.Operation) -> bool:
-    """Whether it compares what is no NaN with itself, as ``tf.recompute_grad`` does."""
+    """Whether an op compares a tensor without NaNs with itself, as ``tf.recompute_grad`` does."""
     return operation.type == "Equal" and not operation.inputs[0].dtype.is_floating \
         and operation.inputs[0].name == operation.inputs[1].name
 
 
 def is_number(tensor: tf.Tensor) -> bool:
-    """Whether it can be a part of a sum: neither an index nor a condition."""
+    """Whether a tensor can be a part of a sum: it is neither an index nor a condition."""
     return bool(tensor.dtype.is_floating or tensor.dtype.is_complex)
 
 
 def is_linear(operation: tf.Operation, index: int) -> bool:
-    """Whether of parts of input ``index`` the operation gives parts of its outputs."""
-    return operation.type not in _OF_PARTS_APART and degree(operation, index) == 1
+    """Whether parts of a sum, as input ``index``, make parts of the outputs' sums."""
+    return operation.type not in _NOT_ADDITIVE and degree(operation, index) == 1
 
 
 def degree(operation: tf.Operation, index: int) -> int | None:
-    """The power with which input ``index`` is in the outputs; None where there is none."""
+    """The power to which input ``index`` scales the outputs; None if there is none."""
     if _INVERSE.get(operation.type) == index:
         return -1
     if index in _LINEAR.get(operation.type, ()):
-        return 1 if is_number(operation.outputs[0]) else None  # integers are cut off
+        return 1 if is_number(operation.outputs[0]) else None  # integers are rounded
     specs = [REPLICATED] * len(operation.inputs)
     plan = plan_of(Op(operation), [*specs[:index], SUM, *specs[index + 1:]])
-    linear = plan is not None and all(given == SUM for given in plan.gives)
+    linear = plan is not None and all(spec == SUM for spec in plan.gives)
     return 1 if linear else None
