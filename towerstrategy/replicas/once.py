@@ -2,8 +2,8 @@
 
 Goes in: the replica function and its arguments, while a ``tf.function`` is traced.  Comes out: its
 results, grouped.  Tower 0 runs in the calling thread, and at its sync points the function given to
-``merge_call`` runs at once, with what :class:`replica.OwnTensors` says each tower has.  When all is
-traced, :mod:`replica` makes the towers' operations of it.
+``merge_call`` runs at once, with each tower's own tensors (:class:`replica.PerTowerTensors`).  When
+all is traced, :mod:`replica` makes the towers' operations of it.
 
 :class:`NeedsOwnTrace` says why a function has to be traced for each tower.
 """
@@ -73,8 +73,8 @@ class _Once(contexts.Call):
     def _traced(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """What ``fn`` returns on tower 0; all of it is in the graph of the moment."""
         self._graph: Any = tf.compat.v1.get_default_graph()
-        self._own = replica.OwnTensors(self._graph, self._count, self._shares.filled
-                                       if self._shares.may_be_empty else ())
+        self._own = replica.PerTowerTensors(self._graph, self._count, self._shares.filled
+                                            if self._shares.may_be_empty else ())
         context = contexts.TowerContext(self._strategy, 0, self._shares, self)
         first = self._strategy.extended.first_replica
         with _tf.variables_of_caller(), _tf.operation_seeds_of_caller(), context, \

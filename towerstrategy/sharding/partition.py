@@ -47,7 +47,7 @@ class Partition:
     """
 
     def __init__(self, towers: Towers, scope: str = "", once: str = homes.ONCE) -> None:
-        self._towers, self._scope, self._default = towers, scope, once
+        self._towers, self._scope, self._once_scope = towers, scope, once
         self._values: dict[str, Value] = {}
         self._nodes: dict[str, list[str]] = {}  # operation that others wait for -> its nodes
         self._owners: dict[str, int] = {}  # node -> the tower that it belongs to
@@ -88,7 +88,7 @@ class Partition:
             values = [value.at(towers).as_spec(spec) for value, spec in zip(values, plan.takes)]
             if plan.once:
                 made = [value.as_spec(spec) for value, spec in zip(
-                    self._once(operation, plan, values, controls, towers), plan.gives)]
+                    self._run_once(operation, plan, values, controls, towers), plan.gives)]
             elif isinstance(plan, Nested) and not plan.local:
                 made = self._in_one_op(operation, plan, values, controls, towers)
             else:
@@ -106,7 +106,7 @@ class Partition:
         return outside + checks + [node for before in operation.controls
                                    for node in self._nodes.get(before, ())]
 
-    def _own(self, controls: Iterable[str], tower: int) -> list[str]:
+    def _controls_of_tower(self, controls: Iterable[str], tower: int) -> list[str]:
         """The nodes among ``controls`` that do not belong to another tower."""
         return [node for node in controls if self._owners.get(node, tower) == tower]
 
@@ -119,8 +119,8 @@ class Partition:
             if not operation.writes_variables:
                 self._checks += nodes
 
-    def _once(self, operation: Op, plan: Plan, values: Sequence[Value],
-              controls: list[str], towers: Towers) -> list[Value]:
+    def _run_once(self, operation: Op, plan: Plan, values: Sequence[Value],
+                  controls: list[str], towers: Towers) -> list[Value]:
         """The outputs of an operation that runs once, with all rows."""
         constant = all(value.constant for value in values) and _is_repeatable(operation)
         device = towers.host if constant else self._home(operation, values)
@@ -128,23 +128,23 @@ class Partition:
         def whole() -> list[Ref]:
             if plan.whole is not None:
                 return plan.whole(Maker(operation, values, towers, device))
-            return self._copied(operation, [value.on(device) for value in values], device, None,
-                                controls)
+            return self._copy(operation, [value.on(device) for value in values], device, None,
+                              controls)
 
         if not constant:
             return [Value(towers, REPLICATED, tensor.shape, ref, None, device)
                     for ref, tensor in zip(whole(), operation.outputs)]
         if controls:  # its node may never be made, so operations that wait for it wait for these
             self._nodes[operation.name] = list(controls)
-        once, repeated = Lazily(whole), Lazily(lambda tower, towers: self._copied(
+        once, repeated = Lazily(whole), Lazily(lambda tower, towers: self._copy(
             operation, [value.at(towers).part(tower) for value in values], towers.devices[tower],
-            tower, self._own(controls, tower)))
+            tower, self._controls_of_tower(controls, tower)))
         return [Value(towers, REPLICATED, tensor.shape, once.output(index), None, device,
                       repeated.output(index)) for index, tensor in enumerate(operation.outputs)]
 
-    def _copied(self, operation: Op, inputs: Sequence[Ref], device: str, tower: int | None,
-                controls: Iterable[str], attributes: bytes = b"") -> list[Ref]:
-        scope = self._once_in(operation) if tower is None else self._towers.scopes[tower]
+    def _copy(self, operation: Op, inputs: Sequence[Ref], device: str, tower: int | None,
+              controls: Iterable[str], attributes: bytes = b"") -> list[Ref]:
+        scope = self._once_scope_of(operation) if tower is None else self._towers.scopes[tower]
         refs, name = self._towers.builder.copy(
             operation, inputs, device, f"{scope}{self._scope}", controls, attributes=attributes)
         if tower is not None:
@@ -152,13 +152,13 @@ class Partition:
         self._note_nodes(operation, [name])
         return refs
 
-    def _once_in(self, operation: Op) -> str:
+    def _once_scope_of(self, operation: Op) -> str:
         """The name scope of an operation that runs once."""
-        return homes.UPDATE if operation.name in self._updates else self._default
+        return homes.UPDATE if operation.name in self._updates else self._once_scope
 
     def _home(self, operation: Op, values: Sequence[Value]) -> str:
         """The device of an operation that runs once: its variable's, or the user's choice."""
-        here = self._of_handle(operation, values)
+        here = self._variable_device(operation, values)
         if here:
             return here
         largest = max((value for value in values if value.constant is None),
@@ -173,7 +173,7 @@ class Partition:
         large = not all(map(_is_small, operation.outputs))
         return self._towers.spare if large and self._towers.spare else self._towers.merge
 
-    def _of_handle(self, operation: Op, values: Sequence[Value]) -> str:
+    def _variable_device(self, operation: Op, values: Sequence[Value]) -> str:
         """The device of the variable whose handle an operation takes; "" without one."""
         for place in operation.handles:  # empty for most operations, and this runs for all of them
             if values[place].device:
@@ -193,7 +193,7 @@ class Partition:
         home = next(filter(None, self._output_devices(operation)), "") \
             if self._sum_devices and plan.make is not None else ""
         maker = Maker(operation, values, towers, home)
-        home = self._of_handle(operation, values)
+        home = self._variable_device(operation, values)
         if plan.near is not None and values[plan.near].constant is None:
             home = values[plan.near].device
         of_shapes = all(isinstance(spec, (Size, Replicated))
@@ -203,7 +203,7 @@ class Partition:
         def whole() -> list[Ref]:
             if plan.whole is not None:
                 return plan.whole(maker)
-            return self._copied(
+            return self._copy(
                 operation, [value.whole() for value in values],
                 towers.host if of_shapes else home or self._home(operation, values), None,
                 controls)
@@ -231,10 +231,11 @@ class Partition:
 
         @Lazily
         def part(tower: int) -> list[Ref]:
-            return make_part(maker, tower) if make_part is not None else self._copied(
+            return make_part(maker, tower) if make_part is not None else self._copy(
                 operation, [value.part(tower) for value in maker.inputs],
                 home or (towers.shapes_on(tower) if of_shapes else towers.devices[tower]),
-                tower, controls if operation.has_effect else self._own(controls, tower))
+                tower, controls if operation.has_effect
+                else self._controls_of_tower(controls, tower))
 
         return part
 
@@ -260,7 +261,7 @@ class Partition:
 
     def _inlined(self, operation: Op, layout: Layout, values: Sequence[Value],
                  controls: list[str], towers: Towers) -> list[Value]:
-        inner = Partition(towers, f"{self._scope}{operation.name}/", self._once_in(operation))
+        inner = Partition(towers, f"{self._scope}{operation.name}/", self._once_scope_of(operation))
         inner._checks = self._checks
         results = inner.run(layout, values, controls, self._output_devices(operation))
         for value, tensor in zip(results, operation.outputs):
@@ -299,7 +300,7 @@ class Partition:
             attrs["parallel_iterations"] = tf.compat.v1.AttrValue(i=1)
         made, name = towers.builder.call(
             operation, operation.type, refs if loop else [values[0].whole(), *refs],
-            towers.merge, f"{self._once_in(operation)}{self._scope}", controls,
+            towers.merge, f"{self._once_scope_of(operation)}{self._scope}", controls,
             [ref.dtype for ref in refs] if loop else dtypes, bodies.attributes_of(operation, names),
             attrs)
         self._note_nodes(operation, [name])

@@ -15,7 +15,7 @@ A step is traced once, with all rows of the global batch.  Each of its tensors i
   is sharded is shaped by the tower's;
 * :class:`ListOf`: a ``TensorList`` of which each tower has its own.
 
-In a function given to ``strategy.run``, a program a tower, tensors are replicated or :class:`Own`.
+In a function given to ``strategy.run``, tensors are replicated or :class:`PerTower`.
 """
 
 from __future__ import annotations
@@ -182,12 +182,12 @@ class OptionalOf(ListOf):
 
 
 @dataclasses.dataclass(frozen=True)
-class Own:
+class PerTower:
     """Each tower has its own, of which no whole is made: in ``strategy.run``."""
 
 
-Spec = Union[Replicated, Sharded, Partial, Size, ListOf, Own]
+Spec = Union[Replicated, Sharded, Partial, Size, ListOf, PerTower]
 REPLICATED = Replicated()
 SUM = Partial("sum")
 MEAN = Partial("mean")
-OWN = Own()
+PER_TOWER = PerTower()

@@ -17,7 +17,7 @@ from towerstrategy.sharding import blocks
 from towerstrategy.sharding.builder import Ref
 from towerstrategy.sharding.spec import (
     MEAN,
-    OWN,
+    PER_TOWER,
     REPLICATED,
     SUM,
     ListOf,
@@ -89,7 +89,7 @@ class Value:
             return self.whole()
         if tower not in self._parts:
             part = self._parts[tower] = self._make_part(tower)
-            if isinstance(self.spec, Partial) or self.spec == OWN:
+            if isinstance(self.spec, Partial) or self.spec == PER_TOWER:
                 self.towers.builder.note_shape(part, self.shape)
             elif self.towers.detours and isinstance(self.spec, Sharded) and self.shape.rank:
                 self.towers.builder.rows[part] = (
@@ -204,7 +204,7 @@ class Value:
     def _gathered(self) -> Ref:
         """The whole tensor: the sum, concatenation or other reduction of the towers' parts."""
         towers, parts = self.towers, self.parts()
-        if towers.replicas == 1 or self.spec == OWN:
+        if towers.replicas == 1 or self.spec == PER_TOWER:
             return parts[0]
         device, whole = self.device or towers.merge, parts[0]
         if isinstance(self.spec, Size):
