@@ -9,7 +9,6 @@ equal ones.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -54,24 +53,17 @@ def split_rows(rows: Rows, towers: int, units: Units = None) -> Sizes:
     >>> split_rows(10, 4), split_rows(2, 4), split_rows(10, 2, (3, 1))
     ([3, 3, 2, 2], [1, 1, 0, 0], [8, 2])
     """
-    if units is not None:
-        return _split_by(rows, towers, units)
-    # With as many rows more as there are towers behind it, each tower's whole part rounds down.
-    behind = range(towers - 1, -1, -1)
-    if isinstance(rows, int):
-        return [(rows + more) // towers for more in behind]
-    return (rows + np.array(behind, np.int64)) // towers  # each batch pays for each operation
-
-
-def _split_by(rows: Rows, towers: int, units: Units) -> Sizes:
-    """:func:`split_rows` by the largest remainder, in whole numbers: no rounding can lose a row."""
-    if isinstance(rows, int) and isinstance(units, tuple):
-        total = sum(units)
+    if isinstance(rows, int) and not tf.is_tensor(units):
+        units = units or (1,) * towers
+        total = sum(units)  # whole numbers: no rounding can lose a row
         sizes = [rows * unit // total for unit in units]
         largest = sorted(range(towers), key=lambda tower: (-(rows * units[tower] % total), tower))
         for tower in largest[:rows - sum(sizes)]:
             sizes[tower] += 1
         return sizes
+    if units is None:  # by one operation or two, as each batch pays for them
+        # With as many rows more as there are towers behind it, each tower's part rounds down.
+        return (rows + np.arange(towers, dtype=np.int64)[::-1]) // towers
     units = tf.cast(units, tf.int64)
     wanted, total = rows * units, tf.reduce_sum(units)
     floors = wanted // total
@@ -81,11 +73,6 @@ def _split_by(rows: Rows, towers: int, units: Units) -> Sizes:
     extra = rows - tf.reduce_sum(floors)
     return tf.ensure_shape(
         floors + tf.cast(tf.reduce_sum(larger, 1) < extra, tf.int64), [towers])
-
-
-def opened(sizes: list[int]) -> tf.Tensor:
-    """The same numbers as a tensor, by which cut parts have an open first dimension."""
-    return tf.compat.v1.placeholder_with_default(tf.constant(sizes, tf.int64), [len(sizes)])
 
 
 # Rows of a batch -> how many each tower of all machines gets, which of these are this machine's,
@@ -126,24 +113,13 @@ def vector(numbers: Sequence[Rows]) -> tf.Tensor:
     return tf.stack([tf.cast(number, tf.int64) for number in numbers])
 
 
-class Cuts:
-    """Cuts each component of a batch into parts of ``sizes`` rows, and keeps those ``here``."""
-
-    def __init__(self, sizes: Sizes, here: slice) -> None:
-        self._sizes, self._here = sizes, here
-
-    def of(self, tensor: Any) -> list[Any]:
-        """The towers' parts of a component."""
-        if isinstance(tensor, tf.Tensor):  # one operation for all towers
-            return tf.split(tensor, self._sizes)[self._here]
-        return [rows_between(tensor, start, size) for start, size in self._ranges[self._here]]
-
-    @functools.cached_property
-    def _ranges(self) -> list[tuple[Rows, Rows]]:
-        if isinstance(self._sizes, list):
-            return list(zip(itertools.accumulate(self._sizes, initial=0), self._sizes))
-        starts = tf.cumsum(self._sizes, exclusive=True)
-        return list(zip(tf.unstack(starts), tf.unstack(self._sizes)))
+def cut(tensor: Any, sizes: Sizes, here: slice) -> list[Any]:
+    """Those of the towers' parts of a component, ``sizes`` rows, that are ``here``."""
+    if isinstance(tensor, tf.Tensor):  # one operation for all towers
+        return tf.split(tensor, sizes)[here]
+    sizes = sizes if isinstance(sizes, list) else tf.unstack(sizes)
+    ranges = list(zip(itertools.accumulate(sizes, initial=0), sizes))
+    return [rows_between(tensor, start, size) for start, size in ranges[here]]
 
 
 def rows_between(tensor: Any, start: Rows, size: Rows) -> Any:

@@ -61,11 +61,7 @@ def _splitter(counted: Sequence[tuple[str, Any]], towers: int, cuts: rows_lib.Cu
     sizes, here, counts = (
         (rows_lib.split_rows(rows, towers), slice(None), None) if cuts is None else cuts(rows))
     vector = None if counts is None else tf.convert_to_tensor(counts, tf.int64)
-    if cuts is not None and isinstance(sizes, list) and len(set(sizes[here])) > 1 \
-            and not tf.executing_eagerly():
-        sizes = rows_lib.opened(sizes)
-    parts = rows_lib.Cuts(sizes, here)
-    return lambda tensor: sub_batches.SubBatches(parts.of(tensor), batch, vector)
+    return lambda tensor: sub_batches.SubBatches(rows_lib.cut(tensor, sizes, here), batch, vector)
 
 
 def as_batch(grouped: Nest) -> Nest:
@@ -135,7 +131,7 @@ def _rows_of_all(counted: Sequence[tuple[str, Any]]) -> rows_lib.Rows:
                   if isinstance(count, int)})
     if len(rows) == 1 or all(isinstance(count, int) for count in rows):
         return rows[0]
-    counts = tf.stack([tf.cast(count, tf.int64) for count in rows])
+    counts = rows_lib.vector(rows)
     alike = tf.reduce_all(tf.equal(counts, rows[0]))
     found = [f"{_SAME_ROWS} {', '.join(path for path, _ in counted)} have", counts]
     # The operation itself: tf.debugging's would put it into a branch, to be traced for each batch.
