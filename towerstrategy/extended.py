@@ -151,7 +151,7 @@ class TowerExtended(_tf.StrategyExtended):
             return 1
         tower = contexts.current_tower()
         if tower is not None:
-            tower.call.asked = True
+            tower.call.knows_replica_count = True
         return len(self.placement.towers) if self.workers is None else self.workers.replicas
 
     @property

@@ -1,7 +1,7 @@
-"""Where code runs: in a tower, in a step with all rows, outside of both.
+"""Where code runs: in a tower, in a step that has all rows, or outside of both.
 
-Goes in: nothing, or a variable that is written.  Comes out: the context of the moment, or its
-strategy; None where there is none of that kind.
+Goes in: nothing, or a variable that is written.  Comes out: the current context, or its strategy;
+None if there is none of this kind.
 """
 
 from __future__ import annotations
@@ -17,20 +17,19 @@ from towerstrategy.placement import kind
 
 
 class OneReplicaContext(tf.distribute.ReplicaContext):
-    """The replica context of what is done once: of a step that has all rows, of an update.
+    """The replica context of code that runs once: a step that has all rows, or an update.
 
-    There is one replica, so an all-reduce has nothing to reduce, nor have the reductions that a
-    function given to ``merge_call`` asks for.
+    There is one replica, so ``all_reduce`` and ``all_gather`` return their argument.
     """
 
-    stage_run: Any = None  # of the model that runs, see _keras/stages.py
+    stage_run: Any = None  # of the model that is being called, see _keras/stages.py
 
     def __init__(self, strategy: tf.distribute.Strategy) -> None:
         super().__init__(strategy, 0)
 
     @property
     def can_merge(self) -> bool:
-        """Whether what runs here is in no branch or loop."""
+        """Whether this code is outside of branches and loops."""
         return not _tf.is_in_control_flow()
 
     def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
@@ -59,33 +58,33 @@ AnyContext = Union[TowerContext, OneReplicaContext]
 
 
 def current() -> AnyContext | None:
-    """The context of the tower, or of the step with all rows, that runs here; else None."""
+    """The context of the current tower, or of the current step with all rows; else None."""
     context = tf.distribute.get_replica_context()
     return context if isinstance(context, (TowerContext, OneReplicaContext)) else None
 
 
 def current_tower() -> TowerContext | None:
-    """The context of the tower that runs here, or None outside of towers."""
+    """The context of the current tower; None outside of towers."""
     context = tf.distribute.get_replica_context()
     return context if isinstance(context, TowerContext) else None
 
 
 def splitting_tower() -> TowerContext | None:
-    """The current tower where there are several of them, on any machine; None otherwise.
+    """The current tower if a step runs on several devices; else None.
 
-    With one tower Keras' own single-device code is right as it is.
+    On one device Keras' own code is right as it is.
     """
     tower = current_tower()
     return tower if tower is not None and tower.several else None
 
 
 def has_all_rows() -> bool:
-    """Whether a step is traced here that is written for one device, with all rows."""
+    """Whether this code is in a step that is written for one device and has all rows."""
     return isinstance(tf.distribute.get_replica_context(), OneReplicaContext)
 
 
 def outside_of_towers() -> tf.distribute.Strategy | None:
-    """The ``TowerStrategy`` in whose scope, and outside of whose towers, this runs; else None."""
+    """The ``TowerStrategy`` whose scope this code is in, if it is outside of its towers."""
     if not (tf.distribute.has_strategy() and tf.distribute.in_cross_replica_context()):
         return None
     strategy = tf.distribute.get_strategy()
@@ -93,10 +92,10 @@ def outside_of_towers() -> tf.distribute.Strategy | None:
 
 
 def writer_of(variable: Any) -> TowerContext | None:
-    """The tower that writes to a variable of a strategy; None where the write is a plain one.
+    """The current tower, which writes ``variable``; None outside of towers.
 
     Raises:
-      ValueError: a tower of another strategy than the variable's.
+      ValueError: the tower and the variable belong to different strategies.
     """
     tower = current_tower()
     if tower is None:

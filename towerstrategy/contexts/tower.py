@@ -1,7 +1,7 @@
-"""The replica context of a tower: what it is, what it knows of its rows, and its sync points.
+"""The replica context of a tower: its number, its share of the rows, and its sync points.
 
-Goes in: a tower's number, the shares of the batch for all towers, and the call that it belongs to.
-Comes out: what ``tf.distribute.get_replica_context()`` gives there.
+Goes in: a tower's number, the shares of the batch for all towers, and the call of the replica
+function.  Comes out: the object that ``tf.distribute.get_replica_context()`` returns in a tower.
 """
 
 from __future__ import annotations
@@ -26,69 +26,68 @@ NESTED_MERGE = (
 
 
 class Call:
-    """A call of a replica function: that of a lone tower; ``replicas`` has those of several.
+    """A call of a replica function by a single tower; subclasses in ``replicas`` have several.
 
     Attributes:
-      asked: whether the replica function knows how many replicas there are.
+      knows_replica_count: whether the replica function has read the number of replicas.
     """
 
-    asked = False
+    knows_replica_count = False
 
     def __init__(self, strategy: tf.distribute.Strategy) -> None:
         self._strategy = strategy
 
     def sync(self, merge_fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """``merge_call``: runs ``merge_fn`` once, with what all towers have brought."""
+        """``merge_call``: runs ``merge_fn`` once, with the arguments of all towers."""
         with _tf.cross_replica_context(self._strategy), \
                 tf.device(self._strategy.extended.merge_device):
             return merge_fn(self._strategy, *args, **kwargs)
 
-    def own(self, tower: int, name: str, values: Sequence[Any]) -> Any:
-        """What ``tower`` has of values, one a tower, that are known by a name."""
+    def of_tower(self, tower: int, name: str, values: Sequence[Any]) -> Any:
+        """The value of ``tower`` among ``values``, one for each tower, of the fact ``name``."""
         del name
         return values[tower]
 
     def total(self, value: Any, device: str) -> tf.Tensor | None:
-        """The sum over this machine's towers, on ``device``, of what a tower has; None where only
-        a sync point can give it."""
+        """The sum of ``value`` over this machine's towers, on ``device``, if it needs no sync."""
         del value, device
         return None
 
-    def ask(self) -> None:
-        """A tower looks at its number as a Python number."""
+    def note_number_read(self) -> None:
+        """Called where a tower's number is read as a Python int."""
 
     def note_written(self, variable: Any) -> None:
-        """A tower writes ``variable``, or traces a write to it, where the towers cannot sync."""
+        """Called where a tower writes ``variable``, or traces a write, and towers cannot sync."""
         variable._written_alone = True
 
     def check_gradients(self, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
         """Warns, once, where the sum of the towers' gradients is not one device's gradient."""
 
 
-# What a nested function that a tower has traced finds, by name, where no tower calls it.
-_OUTSIDE = {"share": np.float64(1), "filled": np.bool_(True), "number": np.int32(0),
-            "seed": np.int32(0)}
+# The facts that a nested function, traced by a tower, gets if it is called outside of towers.
+_DEFAULTS = {"share": np.float64(1), "filled": np.bool_(True), "number": np.int32(0),
+             "seed": np.int32(0)}
 
 
 class TowerContext(tf.distribute.ReplicaContext):
     """The replica context of one tower.
 
-    What it knows of itself are numbers or scalar tensors.  A ``tf.function`` that is called inside
-    of it is called again by other towers and for other batches, so in there each is a capture whose
-    value is asked for at each call.
+    The facts about a tower are numbers or scalar tensors.  A ``tf.function`` that this tower traces
+    may be called by other towers and for other batches, so a fact in it is a capture that is
+    evaluated at each call.
 
     Attributes:
       index: this tower's number on this machine, for callers that treat all towers alike.
-      shares: the shares of all towers, for at sync points.
+      shares: the shares of all towers, for use at sync points.
       call: the call of the replica function.
-      graph: the graph in which the replica function is traced; None where it runs eagerly.
-      stage_run: the run of the model that runs, see _keras/stages.py.
+      graph: the graph in which the replica function is traced; None if it runs eagerly.
+      stage_run: the run of the model that is being called, see _keras/stages.py.
       share: the tower's rows over all rows of the global batch.
-      filled: whether it has rows.
+      filled: whether the tower has rows.
     """
 
-    share = property(lambda self: self.known("share"))
-    filled = property(lambda self: self.known("filled"))
+    share = property(lambda self: self.fact("share"))
+    filled = property(lambda self: self.fact("filled"))
 
     def __init__(self, strategy: tf.distribute.Strategy, index: int, shares: shares_lib.Shares,
                  call: Call) -> None:
@@ -96,21 +95,21 @@ class TowerContext(tf.distribute.ReplicaContext):
         self.index, self.shares, self.call = index, shares, call
         self.graph: tf.Graph | None = None
         self.stage_run: Any = None
-        self._found: dict[str, Any] = {}
+        self._facts: dict[str, Any] = {}
 
     def __enter__(self) -> None:
         self.graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
         super().__enter__()
 
-    # What the tower is.
+    # The tower and its devices.
 
     @property
     def tower(self) -> int:
-        """This tower's number, a Python int; a function that asks is traced for each tower."""
-        self.call.ask()
+        """This tower's number, a Python int; a function that reads it is traced for each tower."""
+        self.call.note_number_read()
         return self.index
 
-    # TensorFlow picks a replica's part of a distributed value by it.
+    # By this attribute TensorFlow selects a replica's part of a distributed value.
     _replica_id = tower
 
     @property
@@ -124,43 +123,43 @@ class TowerContext(tf.distribute.ReplicaContext):
 
     @property
     def several(self) -> bool:
-        """Whether there is more to a step than one device: towers, stages, machines."""
+        """Whether a step runs on several devices: there are several towers, stages or machines."""
         extended = self._strategy.extended
         return self.count > 1 or extended.workers is not None or bool(extended.placement.rows)
 
-    # What it knows of itself.
+    # Facts about the tower.
 
     @property
     def replica_id_in_sync_group(self) -> tf.Tensor:
         """This tower's number, a scalar int32 tensor."""
-        return tf.convert_to_tensor(self.known("number"), name="replica_id_in_sync_group")
+        return tf.convert_to_tensor(self.fact("number"), name="replica_id_in_sync_group")
 
     @property
     def may_be_empty(self) -> bool:
-        """Whether some tower has, or may turn out to have, no rows."""
+        """Whether it is possible that a tower has no rows."""
         return _tf.nested_function(self.graph) is not None or self.shares.may_be_empty
 
     def own_seed(self, seed: tf.Tensor) -> tf.Tensor:
-        """``seed`` (integers), made this tower's own."""
-        step = tf.cast(self.known("seed"), tf.int64) * _tf.SEED_STEP % 2**31
+        """``seed`` (integers), changed to a seed of this tower's own."""
+        step = tf.cast(self.fact("seed"), tf.int64) * _tf.SEED_STEP % 2**31
         return tf.bitwise.bitwise_xor(seed, tf.cast(step, seed.dtype))
 
-    def known(self, name: str) -> Any:
-        """Its ``"share"``, whether it is ``"filled"``, its ``"number"`` or that as a ``"seed"``."""
+    def fact(self, name: str) -> Any:
+        """A fact: the ``"share"``, ``"filled"``, the ``"number"``, also as the ``"seed"``."""
         nested = _tf.nested_function(self.graph)
         if nested is not None:
             return _tf.capture_at_call(nested, f"towerstrategy/{name}", functools.partial(
-                _known_of_caller, name), tf.TensorSpec([], _OUTSIDE[name].dtype))
-        if name not in self._found:
-            self._found[name] = self.call.own(self.index, name, self._of_each_tower(name))
-        return self._found[name]
+                _fact_of_caller, name), tf.TensorSpec([], _DEFAULTS[name].dtype))
+        if name not in self._facts:
+            self._facts[name] = self.call.of_tower(self.index, name, self._of_all_towers(name))
+        return self._facts[name]
 
-    def _of_each_tower(self, name: str) -> list[Any]:
+    def _of_all_towers(self, name: str) -> list[Any]:
         if name in ("share", "filled"):
             return self.shares.each if name == "share" else self.shares.filled
         return list(np.arange(self.count, dtype="i") + self._strategy.extended.first_replica)
 
-    # Its sync points.
+    # Sync points.
 
     @property
     def can_merge(self) -> bool:
@@ -176,17 +175,17 @@ class TowerContext(tf.distribute.ReplicaContext):
             _without_gradient, merge_fn(*args, **kwargs)), args, kwargs)
 
 
-def _known_of_caller(name: str) -> Any:
-    """What the tower knows that calls a nested function, or that traces one which does."""
+def _fact_of_caller(name: str) -> Any:
+    """The fact about the tower that calls a nested function, or traces a function that calls it."""
     tower = tf.distribute.get_replica_context()
-    return tower.known(name) if isinstance(tower, TowerContext) else _OUTSIDE[name]
+    return tower.fact(name) if isinstance(tower, TowerContext) else _DEFAULTS[name]
 
 
 def _without_gradient(leaf: Any) -> Any:
-    """A result of a sync point, behind which TensorFlow does not look for variables.
+    """A result of a sync point, behind a ``stop_gradient``.
 
-    No tape sees what is done at a sync point.  TensorFlow would walk back from there, and, by the
-    other towers' inputs, through all of their graph, for each gradient of ``all_reduce`` anew.
+    No tape records a sync point.  Without this op TensorFlow would walk back from the result, and
+    through the inputs of all towers, looking for variables, for each gradient of ``all_reduce``.
     """
     if isinstance(leaf, (_tf.Mirrored, _tf.PerReplica)) and not _tf.is_variable(leaf):
         return type(leaf)(tuple(map(_without_gradient, leaf.values)))

@@ -1,11 +1,11 @@
-"""One call per tower.
+"""Calls a replica function on each tower.
 
 Goes in: the replica function and its arguments, per-replica values among them.  Comes out: the
 function's results, grouped as ``tf.distribute`` groups them.
 
-With one tower the function runs in the calling thread.  With several, eager code runs in
-:mod:`threads`; inside a ``tf.function`` :mod:`once` traces tower 0 for all of
-them, and hands over to :mod:`threads` where that cannot be right.
+With one tower the function runs in the calling thread.  With several towers, eager code runs in
+:mod:`threads`.  In a ``tf.function`` :mod:`once` traces tower 0 for all towers, or :mod:`threads`
+traces each tower if one trace cannot serve all.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from towerstrategy.sharding.replica import NeedsOwnTrace
 
 def call_each(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: Any,
               kwargs: Any, compiles: bool = False) -> Any:
-    """Calls ``fn`` once a tower, on the tower's device, and groups what comes out.
+    """Calls ``fn`` on each tower's device, and groups the results.
 
-    Each tower gets its own part of per-replica arguments.  A ``fn`` that is a ``tf.function`` is
-    entered first and the towers run inside it.  An error has a note that names the tower.
+    Each tower gets its part of per-replica arguments.  If ``fn`` is a ``tf.function``, one such
+    function runs all towers inside.  An error gets a note that names the tower.
 
     Args:
-      strategy: the strategy, in whose scope the caller is.
+      strategy: the strategy, whose scope has been entered.
       fn: the replica function.
       args: its positional arguments.
       kwargs: its keyword arguments.
-      compiles: whether XLA compiles what the towers do between their sync points, as it does for a
-        ``fn`` made with ``jit_compile=True``.
+      compiles: whether XLA compiles the towers' ops between their sync points, as for a ``fn`` made
+        with ``jit_compile=True``.
     """
     if isinstance(fn, _tf.Function):
-        with _with_rows_said(strategy, args, kwargs):
+        with _noting_rows(strategy, args, kwargs):
             return _inside_function(strategy, fn)(*args, **kwargs)
     finish = strategy.extended.xla.mark if compiles and not tf.executing_eagerly() else None
     if _tf.is_compiled_here() and not strategy.extended.compiles_whole:
@@ -56,7 +56,7 @@ def call_each(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: An
         return _call_one(strategy, fn, args, kwargs, shares, finish)
     if not tf.executing_eagerly() and strategy.extended.trace_once:
         try:
-            # Layers choose kernels by the kind of device that they are traced on.
+            # Layers choose ops by the kind of device that they are traced on.
             if len(strategy.extended.placement.kinds) > 1:
                 raise NeedsOwnTrace("the towers are devices of different kinds")
             with strategy.extended.modes.within(compiles=compiles):
@@ -74,18 +74,18 @@ _WHOLE = (
 
 
 @contextlib.contextmanager
-def _with_rows_said(strategy: tf.distribute.Strategy, args: Any, kwargs: Any) -> Iterator[None]:
-    """Within, an error of a running function says how many rows the tower had that it names.
+def _noting_rows(strategy: tf.distribute.Strategy, args: Any, kwargs: Any) -> Iterator[None]:
+    """In this context, an error of a function that runs gets a note with the tower's rows.
 
-    Its trace did not know them.  A function of the user's own that calls ``strategy.run`` inside
-    fails without a word.
+    The trace did not know how many rows there are.  If a function of the user's own calls
+    ``strategy.run`` inside, there is no such note.
     """
     try:
         yield
     except tf.errors.OpError as error:
-        found = scopes.TOWER.search(error.message)
-        if found is not None and tf.executing_eagerly():
-            tower = int(found[1])
+        scope = scopes.TOWER.search(error.message)
+        if scope is not None and tf.executing_eagerly():
+            tower = int(scope[1])
             shares = _shares(strategy, args, kwargs)
             _tf.add_note(error, strategy.extended.placement.note(
                 tower, shares.in_words(tower)), traced=False)
@@ -93,10 +93,10 @@ def _with_rows_said(strategy: tf.distribute.Strategy, args: Any, kwargs: Any) ->
 
 
 def _inside_function(strategy: tf.distribute.Strategy, fn: Any) -> Any:
-    """``fn`` as a ``tf.function`` whose body runs the towers; made once a function."""
+    """A ``tf.function`` like ``fn`` whose body runs the towers; it is made once for each ``fn``."""
     wrapped = strategy.extended.functions.get(fn)
     if wrapped is None:
-        # Whoever calls it holds fn; a reference from here would keep fn for good.
+        # A weak reference, as a strong one would keep fn alive; the caller holds fn.
         reference: Callable[[], Any] = weakref.ref(fn)
         compiles = _tf.is_jit_compiled(fn) and not strategy.extended.compiles_whole
 
@@ -109,10 +109,7 @@ def _inside_function(strategy: tf.distribute.Strategy, fn: Any) -> Any:
 
 
 def _shares(strategy: tf.distribute.Strategy, args: Any, kwargs: Any) -> shares_lib.Shares:
-    """The shares of the batch among the arguments, else of the rows that towers returned before.
-
-    Equal ones where there are none.
-    """
+    """The shares of the batch in the arguments, or of results of an earlier run, or equal ones."""
     leaves, workers = tf.nest.flatten((args, kwargs)), strategy.extended.workers
     for leaf in leaves:
         if isinstance(leaf, sub_batches.SubBatches):
@@ -122,44 +119,45 @@ def _shares(strategy: tf.distribute.Strategy, args: Any, kwargs: Any) -> shares_
 
 def _call_one(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: Any, kwargs: Any,
               shares: shares_lib.Shares, finish: enclosed.Finish | None) -> Any:
-    call = _Lone(strategy)
+    """Calls ``fn`` on this machine's only tower."""
+    call = _SingleTowerCall(strategy)
     context = contexts.TowerContext(strategy, 0, shares, call)
     device = strategy.extended.worker_devices[0]
     args, kwargs = _tf.select_replica(0, args), _tf.select_replica(0, kwargs)
     first = strategy.extended.first_replica
 
-    def made() -> Any:
+    def run() -> Any:
         with context, tf.device(device), _tf.graph_seeded(_tf.graph_seed(), first):
             return fn(*args, **kwargs)
 
     if strategy.extended.workers is None:
-        result = made() if finish is None else enclosed.run(made, finish)
+        result = run() if finish is None else enclosed.run(run, finish)
         return _tf.regroup((result,))
 
-    def made_for_others() -> Any:
-        return _tf.regroup((made(),), functools.partial(call.result, shares), always_wrap=True)
+    def run_as_worker() -> Any:
+        return _tf.regroup((run(),), functools.partial(call.result, shares), always_wrap=True)
 
     if tf.executing_eagerly():
-        return made_for_others()
-    # In a function of its own, as where a worker has several towers: in a loop TensorFlow numbers
-    # what crosses machines in another order inside of a function, and all workers must have one.
-    return enclosed.run(made_for_others, finish)
+        return run_as_worker()
+    # In a function body, as on workers with several towers: in a loop, TensorFlow orders the
+    # collectives of a function body otherwise, and the order must be the same on all workers.
+    return enclosed.run(run_as_worker, finish)
 
 
-class _Lone(contexts.Call):
-    """The call of the only tower of a machine, which knows what it has met the others on."""
+class _SingleTowerCall(contexts.Call):
+    """The call of a machine's only tower, which records the results of its sync points."""
 
     def __init__(self, strategy: tf.distribute.Strategy) -> None:
         super().__init__(strategy)
         self._synced: dict[int, Any] = {}
 
     def sync(self, merge_fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        answer = super().sync(merge_fn, args, kwargs)
-        self._synced.update((id(leaf), leaf) for leaf in tf.nest.flatten(answer))
-        return answer
+        result = super().sync(merge_fn, args, kwargs)
+        self._synced.update((id(leaf), leaf) for leaf in tf.nest.flatten(result))
+        return result
 
     def result(self, shares: shares_lib.Shares, values: tuple[Any]) -> Any:
-        """What the tower returned: its own, unless all machines have met on it."""
+        """The tower's value as a per-replica value, unless a sync point made it on all machines."""
         value, = values
         is_tensor = isinstance(value, (tf.Tensor, _tf.CompositeTensor))
         is_own = is_tensor and id(value) not in self._synced

@@ -1,10 +1,10 @@
-"""The towers' work as a function of its own, inside of the one that is being traced.
+"""Traces the towers' ops into a function body of their own, called by one op of the caller's graph.
 
-Goes in: what makes tensors, as a Python function.  Comes out: what it returned, with tensors of the
-caller's graph, in which one operation calls it.
+Goes in: a Python function that makes tensors.  Comes out: what it returns, with the tensors of the
+op that calls it.
 
-So a trace that is of no use leaves nothing behind, and a gradient tape around the call sees one
-operation, whatever threads the towers were traced in.
+So a trace that is given up leaves no ops behind, and a gradient tape around the call records one
+op, whatever threads the towers are traced in.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ Finish = Callable[[tf.Graph], None]
 
 
 def run(make: Callable[[], Any], finish: Finish | None = None) -> Any:
-    """What ``make`` returns.
+    """Traces ``make`` into a function body, calls it, and returns what ``make`` returned.
 
     Args:
       make: makes tensors.
-      finish: called with the function's graph when all is made, or None.
+      finish: is called with the function's graph after ``make``, unless it is None.
     """
-    results_: list[Any] = []
+    returned: list[Any] = []
 
     @tf.function(autograph=False)
     def run_towers() -> list[tf.Tensor]:
         _tf.call_once()
         with _tf.variables_of_caller(), _tf.operation_seeds_of_caller():
-            results_.append(make())
+            returned.append(make())
         if finish is not None:
             finish(tf.compat.v1.get_default_graph())
-        return results.tensors_in(results_[0])
+        return results.tensors_in(returned[0])
 
-    outer = list(run_towers())
-    call = outer[0].op if outer else None
-    given = dict(zip(map(id, results.tensors_in(results_[0])), outer))
+    outputs = list(run_towers())
+    call = outputs[0].op if outputs else None
+    outer = dict(zip(map(id, results.tensors_in(returned[0])), outputs))
     return results.map_tensors(lambda leaf: call if isinstance(leaf, tf.Operation)
-                               else given.get(id(leaf), leaf), results_[0])
+                               else outer.get(id(leaf), leaf), returned[0])

@@ -1,4 +1,4 @@
-"""Trace tower 0 once, and have every tower do what it has done.
+"""Traces tower 0 once, and makes the operations of all towers from its trace.
 
 Goes in: the replica function and its arguments, while a ``tf.function`` is traced.  Comes out: its
 results, grouped.  Tower 0 runs in the calling thread, and at its sync points the function given to
@@ -31,47 +31,47 @@ from towerstrategy.variables import alone, tower_local
 
 def call(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: Any, kwargs: Any,
          shares: shares_lib.Shares) -> Any:
-    """Calls ``fn`` on every tower, see :func:`calls.call_each`; :class:`NeedsOwnTrace` if it can't.
-    """
-    made: list[tuple[Any, Any]] = []
+    """:func:`calls.call_each` by one trace, or :class:`NeedsOwnTrace` if one cannot serve all."""
+    created: list[tuple[Any, Any]] = []
 
     def run() -> Any:
-        return _Once(strategy, shares, made).run(fn, args, kwargs)
+        return _Once(strategy, shares, created).run(fn, args, kwargs)
 
     try:
         with step.no_garbage():
-            # In a function of its own for a gradient tape around the call; and, where it crosses
-            # machines, as in a loop TensorFlow numbers that in another order inside of a function.
+            # In a function body, for a gradient tape around the call; and on several machines, as
+            # in a loop TensorFlow orders the collectives of a function body otherwise.
             if _tf.may_be_recorded() or strategy.extended.workers is not None:
                 return enclosed.run(run)
             return run()
     except NeedsOwnTrace:
-        _initialize(made)
+        _initialize(created)
         raise
 
 
 class _Once(contexts.Call):
-    """One call of the replica function: tower 0 is traced, all towers do it."""
+    """One call of the replica function, traced for tower 0 and run by all towers."""
 
     def __init__(self, strategy: tf.distribute.Strategy, shares: shares_lib.Shares,
-                 made: list[tuple[Any, Any]]) -> None:
+                 created: list[tuple[Any, Any]]) -> None:
         super().__init__(strategy)
-        self._shares, self._made = shares, made
-        self._opened = False
-        self._warning: Warning | None = None  # that the user has made an error
+        self._shares = shares
+        self._created = created  # gets each new variable with its initial value
+        self._opened = False  # whether an argument's number of rows is open in the trace
+        self._warning: Warning | None = None  # a warning that the user has turned into an error
         self.contract = contract.Contract()
         self._count = len(strategy.extended.worker_devices)
         self._error_note = strategy.extended.placement.note(0, shares.in_words(0))
 
     def run(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        found: list[Any] = []
+        returned: list[Any] = []
         name = getattr(fn, "__name__", "replica")
-        _tf.trace(lambda: found.append(self._traced(fn, args, kwargs)), [], name)
-        result, = found
-        return self._by_all(result, name)
+        _tf.trace(lambda: returned.append(self._trace(fn, args, kwargs)), [], name)
+        result, = returned
+        return self._run_on_all(result, name)
 
-    def _traced(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """What ``fn`` returns on tower 0; all of it is in the graph of the moment."""
+    def _trace(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Traces ``fn`` for tower 0 in the current graph, and returns its result."""
         self._graph: Any = tf.compat.v1.get_default_graph()
         self._own = replica.PerTowerTensors(self._graph, self._count, self._shares.filled
                                             if self._shares.may_be_empty else ())
@@ -87,9 +87,9 @@ class _Once(contexts.Call):
             except NeedsOwnTrace:
                 raise
             except Exception as error:
-                if self._warning:  # AutoGraph has made another error of it
+                if self._warning:  # AutoGraph raises another error in its place
                     raise self._warning from error
-                if self._opened:  # it may be why; where it is not, the towers' own traces fail, too
+                if self._opened:  # may be the cause; if not, the towers' own traces fail, too
                     raise NeedsOwnTrace("it fails where the number of rows, which differs between "
                                         f"the towers, is open: {error}") from error
                 _tf.add_note(error, self._error_note, traced=True)
@@ -97,8 +97,8 @@ class _Once(contexts.Call):
             self._end_stretch()
         return result
 
-    def _by_all(self, result: Any, name: str) -> Any:
-        """Has all towers do what is traced, and groups what they return in place of ``result``."""
+    def _run_on_all(self, result: Any, name: str) -> Any:
+        """Makes all towers' operations; returns their results, grouped, like tower 0's ``result``."""
         own = self._own
         _check_plain(result)
         self._graph.outputs = [leaf for leaf in results.tensors_in(result)
@@ -114,60 +114,60 @@ class _Once(contexts.Call):
             for tower in range(self._count if own.differs(leaf) else 1):
                 keys.append((id(leaf), tower))
                 outputs.append((value.part(tower), leaf))
-        given, done = step.finished(self._strategy, towers, outputs, partition.effects, name)
-        found = dict(zip(keys, given))
+        tensors, done = step.finished(self._strategy, towers, outputs, partition.effects, name)
+        made = dict(zip(keys, tensors))
 
-        def of(tower: int, leaf: Any) -> Any:
+        def of_tower(tower: int, leaf: Any) -> Any:
             if isinstance(leaf, tf.Operation):
                 return tf.group(*done)
-            return found.get((id(leaf), tower), found.get((id(leaf), 0), leaf))
+            return made.get((id(leaf), tower), made.get((id(leaf), 0), leaf))
 
         return _tf.regroup(
-            tuple(results.map_tensors(functools.partial(of, tower), result)
+            tuple(results.map_tensors(functools.partial(of_tower, tower), result)
                   for tower in range(self._count)),
             functools.partial(results.TowerResults, shares=self._shares))
 
     def sync(self, merge_fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """``merge_call`` of tower 0: the others get there at once."""
+        """``merge_call`` of tower 0, which stands for all towers: ``merge_fn`` runs at once."""
         if tf.executing_eagerly():
             raise NeedsOwnTrace("it syncs with the other towers in tf.init_scope")
         controls = _tf.control_dependencies_of(self._graph)
         self._end_stretch()
         with self._merging(controls):
-            args, kwargs = _tf.regroup(self._of_each(args)), _tf.regroup(self._of_each(kwargs))
-            own_note = self._error_note
+            args, kwargs = map(_tf.regroup, map(self._of_all_towers, (args, kwargs)))
+            tower_note = self._error_note
             self._error_note = self._strategy.extended.placement.merge_note
             result = merge_fn(self._strategy, *args, **kwargs)
-            self._error_note = own_note
+            self._error_note = tower_note
         with _tf.not_recorded():
-            answer = tf.nest.map_structure(self._enter, result)
+            entered = tf.nest.map_structure(self._enter, result)
         self._own.end_sync()
-        return answer
+        return entered
 
-    def _of_each(self, value: Any) -> tuple[Any, ...]:
-        """What each tower has in place of any value of tower 0's, at a sync point."""
+    def _of_all_towers(self, value: Any) -> tuple[Any, ...]:
+        """Each tower's value for a value of tower 0, at a sync point."""
         _check_plain(value)
 
-        def of(tower: int, leaf: Any) -> Any:
+        def of_tower(tower: int, leaf: Any) -> Any:
             return self._own.of_tower(leaf, tower) if tf.is_symbolic_tensor(leaf) else leaf
 
-        return tuple(results.map_tensors(functools.partial(of, tower), value)
+        return tuple(results.map_tensors(functools.partial(of_tower, tower), value)
                      for tower in range(self._count))
 
     @contextlib.contextmanager
     def _merging(self, controls: Sequence[Any] = ()) -> Iterator[None]:
-        """Within, what is made is done once."""
+        """In this context, operations run once, after ``controls``, and no tape records them."""
         with _tf.not_recorded(), _tf.cross_replica_context(self._strategy), \
                 tf.control_dependencies(None), tf.control_dependencies(controls), \
                 tf.name_scope(""), tf.device(None):
             yield
 
     def _end_stretch(self) -> None:
-        """Looks at what tower 0 has done; merges what towers have written alone in it."""
+        """Handles tower 0's operations since its last sync point, and merges writes among them."""
         stretch, variables = self._own.stretch(), self._strategy.extended.variables()
         for handle in self._own.enter_handles([variable for variable in variables if isinstance(
                 variable, tower_local.TowerLocalVariable)]):
-            self.contract.put(handle, contract.UNKNOWN)  # what a tower keeps there is its own
+            self.contract.put(handle, contract.UNKNOWN)  # each tower has a value of its own
         self.contract.look_at(stretch)
         written = alone.divert(self._graph, stretch, variables)
         self._own.end_stretch()
@@ -181,26 +181,26 @@ class _Once(contexts.Call):
                     for tower in range(self._count)])
             self._own.end_sync()
 
-    def own(self, tower: int, name: str, values: Sequence[Any]) -> Any:
-        """Tower 0's of one value a tower, also where a branch or a loop is being traced."""
+    def of_tower(self, tower: int, name: str, values: Sequence[Any]) -> Any:
+        """A tensor that has each tower's value, also while a branch or a loop is traced."""
         del tower
-        first = self._stand_for(list(values))
-        if tf.is_symbolic_tensor(first):
-            self.contract.put(first, contract.KNOWN.get(name, contract.UNKNOWN))
-        return first
+        tensor = self._per_tower(list(values))
+        if tf.is_symbolic_tensor(tensor):
+            self.contract.put(tensor, contract.KNOWN.get(name, contract.UNKNOWN))
+        return tensor
 
     def total(self, value: Any, device: str) -> tf.Tensor | None:
-        inside = tf.is_symbolic_tensor(value) and isinstance(value, tf.Tensor) \
+        is_traced = tf.is_symbolic_tensor(value) and isinstance(value, tf.Tensor) \
             and not tf.executing_eagerly()
-        return self._own.total(value, device) if inside and self._own.differs(value) else None
+        return self._own.total(value, device) if is_traced and self._own.differs(value) else None
 
-    def ask(self) -> None:
-        raise NeedsOwnTrace("it looks at its replica id as a Python number")
+    def note_number_read(self) -> None:
+        raise NeedsOwnTrace("it reads its replica id as a Python number")
 
     def check_gradients(self, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
         evenly = self._shares.are_equal or not self._shares.are_known
         for gradient, variable in zip(gradients, variables):
-            problem = self.contract.problem(gradient, self.asked, evenly)
+            problem = self.contract.problem(gradient, self.knows_replica_count, evenly)
             if problem and variable._warned_of != problem:
                 self._warn(problem, variable)
                 variable._warned_of = problem
@@ -212,21 +212,21 @@ class _Once(contexts.Call):
             warned.warn(
                 f"in the function given to strategy.run, {problem}. Each tower sees its own rows "
                 "there, and the towers' gradients are summed, so the gradient of "
-                f"{variable.name!r} comes out otherwise than on one device. Decorate the step with "
-                "strategy.function in place of tf.function and strategy.run, and it means what it "
-                "means on one device; or scale a mean over the tower's rows by "
-                "strategy.scale_loss, or gather rows by towerstrategy.whole_batch.")
+                f"{variable.name!r} differs from the gradient on one device. To get one device's "
+                "result, decorate the step with strategy.function in place of tf.function and "
+                "strategy.run; or scale a mean over the tower's rows by strategy.scale_loss, or "
+                "gather rows by towerstrategy.whole_batch.")
         except Warning as error:
             self._warning = error
             raise
 
     def _note_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
         variable = next_creator(**kwargs)
-        self._made.append((variable, kwargs["initial_value"]))
+        self._created.append((variable, kwargs["initial_value"]))
         return variable
 
     def _enter(self, leaf: Any) -> Any:
-        """What stands on tower 0 for its part of a per-replica value."""
+        """Replaces a per-replica value by tensors that have each tower's part."""
         if not isinstance(leaf, tf.distribute.DistributedValues) or _tf.is_variable(leaf):
             return leaf
         first = leaf.values[0]
@@ -235,19 +235,19 @@ class _Once(contexts.Call):
         structure = self._structure(leaf.values)
         parts = [tf.nest.flatten(part, expand_composites=True) for part in leaf.values]
         has_rows = isinstance(leaf, sub_batches.SubBatches) and isinstance(first, tf.Tensor)
-        own = [self._stand_for(list(components), has_rows) for components in zip(*parts)]
+        tensors = [self._per_tower(list(components), has_rows) for components in zip(*parts)]
         state = contract.ROWS if has_rows else contract.SAME if isinstance(
             leaf, _tf.Mirrored) else contract.UNKNOWN
-        for component in own:
-            if tf.is_symbolic_tensor(component):
-                self.contract.put(component, state)
-        return tf.nest.pack_sequence_as(structure, own, expand_composites=True)
+        for tensor in tensors:
+            if tf.is_symbolic_tensor(tensor):
+                self.contract.put(tensor, state)
+        return tf.nest.pack_sequence_as(structure, tensors, expand_composites=True)
 
     def _structure(self, parts: Sequence[Any]) -> Any:
-        """What the towers' values look like, as tower 0's trace serves all."""
+        """A structure, or type spec, that all towers' parts of a per-replica value have."""
         try:
             specs = [tf.type_spec_from_value(part) for part in parts]
-        except (TypeError, AttributeError):  # the second of tf.IndexedSlices that hold lists
+        except (TypeError, AttributeError):  # an AttributeError if tf.IndexedSlices hold lists
             raise NeedsOwnTrace("a value that differs between the towers is no tensor: "
                                 f"{parts[0]!r}") from None
         if all(spec == specs[0] for spec in specs):
@@ -258,10 +258,10 @@ class _Once(contexts.Call):
             raise NeedsOwnTrace(f"a value's static shape differs between the towers: {specs}")
         return opened[0]
 
-    def _stand_for(self, values: list[Any], has_rows: bool = False) -> Any:
-        """A tensor of tower 0's own that is ``values[r]`` on tower r.
+    def _per_tower(self, values: list[Any], has_rows: bool = False) -> Any:
+        """A tensor in the trace that is ``values[r]`` on tower r.
 
-        Rows are traced with an open number, by which the contract tells what counts them.
+        Its number of rows is unknown, so the contract can tell which tensors count rows.
         """
         if all(value is values[0] for value in values):
             return values[0]
@@ -275,13 +275,13 @@ class _Once(contexts.Call):
         return self._own.enter(values, shape)
 
 
-# What has attributes, and no tensors in them that differ between towers.
+# Types whose attributes hold no tensors that differ between towers.
 _PLAIN = (tf.Tensor, tf.Operation, _tf.CompositeTensor, tf.Variable, _tf.DistributedVariable,
           tf.DType, tf.TensorShape, tf.TypeSpec, enum.Enum, type)
 
 
 def _check_plain(value: Any) -> None:
-    """Raises where tensors may be in attributes, or in the closure, of something in a nest."""
+    """Raises if an object in a nest may hold tensors in its attributes or its closure."""
     for leaf in tf.nest.flatten(value):
         variable = isinstance(getattr(leaf, "handle", None), tf.Tensor)  # Keras 3's own, too
         if _tf.is_unread_variable(leaf) or (
@@ -290,11 +290,11 @@ def _check_plain(value: Any) -> None:
                                 "be looked up")
 
 
-def _initialize(made: list[tuple[Any, Any]]) -> None:
-    """Initializes variables whose initial values were lost with the graph they were made in."""
+def _initialize(created: list[tuple[Any, Any]]) -> None:
+    """Initializes variables whose initial values were lost with the graph that created them."""
     with tf.init_scope():
-        for variable, initial_value in made:
-            # Of several machines, not all need to come here: none can ask another for its value.
+        for variable, initial_value in created:
+            # Other machines may not be here, so this one cannot get its value from them.
             initial_value = getattr(variable, "chiefs_initial_value", initial_value)
             value = initial_value() if callable(initial_value) else initial_value
             for part in getattr(variable, "_values", (variable,)):

@@ -1,7 +1,7 @@
-"""Run, or trace, every tower: a thread a tower, in turn.
+"""Runs, or traces, the towers in turn, each in a thread of its own.
 
-Goes in: the replica function and each tower's arguments.  Comes out: its results, grouped.  A
-Python function can only be paused in the middle, at a ``merge_call``, by pausing its thread.
+Goes in: the replica function and its arguments.  Comes out: its results, grouped.  The only way to
+pause a Python function in the middle, at a ``merge_call``, is to pause its thread.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ def call(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: Any, kw
          shares: shares_lib.Shares, finish: enclosed.Finish | None = None) -> Any:
     """Calls ``fn`` on every tower, see :func:`calls.call_each`."""
 
-    def made() -> Any:
+    def run() -> Any:
         return _Call(strategy, fn, args, kwargs, shares).run()
 
-    # A gradient tape of this thread sees nothing of what the towers' threads do.
+    # A gradient tape of this thread does not record the ops of the towers' threads.
     if tf.executing_eagerly():
-        return _refusing_gradients(strategy, made()) if _tf.may_be_recorded() else made()
+        return _refusing_gradients(strategy, run()) if _tf.may_be_recorded() else run()
     if finish or _tf.may_be_recorded() or strategy.extended.workers is not None:
-        return enclosed.run(made, finish)
-    return made()
+        return enclosed.run(run, finish)
+    return run()
 
 
 _OUTSIDE_GRADIENT = (
@@ -43,11 +43,11 @@ _OUTSIDE_GRADIENT = (
 
 
 def _refusing_gradients(strategy: tf.distribute.Strategy, result: Any) -> Any:
-    """``result``, with an error in place of None for whoever asks for its gradient."""
+    """``result``, with gradients that raise an error, where they would be None."""
     sources = [variable.value() for variable in strategy.extended.variables() if variable.trainable]
 
     @tf.custom_gradient
-    def through(value: tf.Tensor, *sources: tf.Tensor) -> Any:
+    def refuse_gradient(value: tf.Tensor, *sources: tf.Tensor) -> Any:
         del sources
 
         def gradient(*_: tf.Tensor) -> Any:
@@ -57,13 +57,13 @@ def _refusing_gradients(strategy: tf.distribute.Strategy, result: Any) -> Any:
 
     def refusing(leaf: Any) -> Any:
         floats = isinstance(leaf, tf.Tensor) and (leaf.dtype.is_floating or leaf.dtype.is_complex)
-        return through(leaf, *sources) if floats else leaf
+        return refuse_gradient(leaf, *sources) if floats else leaf
 
     return results.map_tensors(refusing, result)
 
 
 class _Stop(SystemExit):
-    """Ends a tower's thread after another tower has failed, or the caller was interrupted."""
+    """Ends a tower's thread after another tower has failed, or after Ctrl-C."""
 
 
 class _Call(contexts.Call):
@@ -82,14 +82,14 @@ class _Call(contexts.Call):
         self._turns = alone.Turns(strategy.extended.variables)
         self._written: list[alone.Written] = []
         devices = strategy.extended.worker_devices
-        self._operations: list[set[str]] = [set() for _ in devices]  # names, by tower
+        self._operations: list[set[str]] = [set() for _ in devices]  # names, for each tower
         self._placers = [strategy.extended.stages.placer(self._graph, number)
                          for number in range(len(devices))]
-        made: dict[str, list[tf.Variable]] = {}
+        shared: dict[str, list[tf.Variable]] = {}  # what tower 0 creates, the others get
         self._towers = [_Tower(
             contexts.TowerContext(strategy, number, shares, self),
             f"{self._scope}{scopes.of_tower(number, device)}/",
-            _tf.shared_variable_creator_for(made, number), fn, _tf.select_replica(number, args),
+            _tf.shared_variable_creator_for(shared, number), fn, _tf.select_replica(number, args),
             _tf.select_replica(number, kwargs)) for number, device in enumerate(devices)]
 
     def run(self) -> Any:
@@ -98,7 +98,7 @@ class _Call(contexts.Call):
             while not done:
                 done = self._advance()
                 with _tf.noting(self._strategy.extended.placement.merge_note):
-                    # One value for what the towers have written since they last synced.
+                    # Merges what the towers have written to variables since their last sync point.
                     with _tf.not_recorded(), tf.control_dependencies(None):
                         alone.merge_written(self._shares, self._written)
                     if not done:
@@ -113,7 +113,7 @@ class _Call(contexts.Call):
         return _tf.regroup(values, functools.partial(results.TowerResults, shares=self._shares))
 
     def sync(self, merge_fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """``merge_call`` from the thread of a tower."""
+        """``merge_call``, called in a tower's thread."""
         thread = threading.current_thread()
         if not isinstance(thread, _Tower):
             raise RuntimeError("`merge_call` was called in a thread other than its tower's.")
@@ -125,35 +125,37 @@ class _Call(contexts.Call):
             self._turns.note(variable)
 
     def _advance(self) -> bool:
-        """Runs each tower to its next sync point or its end; True when all have ended."""
+        """Runs each tower to its next sync point or its end; True if all have ended."""
         self._written = []
         if self._eager:
             self._turns.begin()
         for number, tower in enumerate(self._towers):
-            before = 0 if self._eager else len(self._graph.get_operations())
+            start = 0 if self._eager else len(self._graph.get_operations())
             with _tf.graph_seeded(self._graph_seed, tower.replica_id_in_sync_group):
                 tower.proceed()
             if tower.error is not None:
                 raise tower.error
-            self._end_turn(number, before)
-        at = [number for number, tower in enumerate(self._towers) if not tower.done]
-        if at and len(at) < len(self._towers):
+            self._end_turn(number, start)
+        waiting = [number for number, tower in enumerate(self._towers) if not tower.done]
+        if waiting and len(waiting) < len(self._towers):
             raise RuntimeError(
                 "Some replicas made a different number of replica_context().merge_call() calls: "
-                f"tower(s) {at} are at a merge_call, the others have returned.")
-        return not at
+                f"tower(s) {waiting} are at a merge_call, the others have returned.")
+        return not waiting
 
-    def _end_turn(self, number: int, before: int) -> None:
-        """A tower is at a sync point or its end; its operations begin at number ``before``."""
+    def _end_turn(self, number: int, start: int) -> None:
+        """Handles the operations of a tower's turn, in the graph from number ``start`` on."""
         if self._eager:
             self._written.append(self._turns.end_turn())
             return
-        own = self._graph.get_operations()[before:]
-        self._placers[number].place(own)
-        self._operations[number].update(operation.name for operation in own)
-        self._written.append(alone.divert(self._graph, own, self._strategy.extended.variables()))
+        operations = self._graph.get_operations()[start:]
+        self._placers[number].place(operations)
+        self._operations[number].update(operation.name for operation in operations)
+        self._written.append(alone.divert(
+            self._graph, operations, self._strategy.extended.variables()))
 
     def _merge(self) -> None:
+        """Runs the function given to ``merge_call``, and hands its result to each tower."""
         first = self._towers[0]
         args = _tf.regroup(tuple(tower.merge_args for tower in self._towers))
         kwargs = _tf.regroup(tuple(tower.merge_kwargs for tower in self._towers))
@@ -171,33 +173,33 @@ class _Tower(_tf.ReplicaThread):
     """Runs one tower, in turn with the others.
 
     Attributes:
-      error: what it has raised.
+      error: the exception that the replica function has raised.
     """
 
     def __init__(self, context: contexts.TowerContext, scope: str, creator: Callable[..., Any],
                  fn: Callable[..., Any], args: Any, kwargs: Any) -> None:
-        here = tf.debugging.is_traceback_filtering_enabled()
+        filters = tf.debugging.is_traceback_filtering_enabled()
         super().__init__(context.strategy, tf.train.Coordinator(), context.tower,
                          context.strategy.extended.worker_devices, creator,
                          functools.partial(self._in_tower, fn), None, args, kwargs,
-                         () if here else (tf.debugging.disable_traceback_filtering,))
+                         () if filters else (tf.debugging.disable_traceback_filtering,))
         self.name, self.daemon = f"tower-{context.tower}", True
         self._context, self._scope, self._running = context, scope, False
         self.error: BaseException | None = None
 
     def proceed(self) -> None:
-        """Lets the tower run to a sync point or its end (called by the caller's thread)."""
+        """Lets the tower run to its next sync point or its end (called in the caller's thread)."""
         if self.ident is None:
             self.start()
         self._running = True
         self.should_run.set()
-        # Again and again: a Ctrl-C that comes just before a wait begins is seen at its end only.
+        # Short waits: a Ctrl-C that comes just before a wait is handled only when the wait ends.
         while not self.has_paused.wait(.5):
             pass
         self.has_paused.clear()
 
     def pause(self, merge_fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Waits for the others at a ``merge_call`` (called by the tower's thread)."""
+        """Waits at a ``merge_call`` for the other towers (called in the tower's thread)."""
         self.merge_fn, self.merge_args, self.merge_kwargs = merge_fn, args, kwargs
         self.merge_call_entered_in_eager = tf.executing_eagerly()
         self.captured_control_deps = [] if tf.executing_eagerly() else \
@@ -215,7 +217,7 @@ class _Tower(_tf.ReplicaThread):
         if self.ident is None:
             return
         self.coord.request_stop()
-        if self._running:  # Ctrl-C: the caller did not wait for the end of this tower's turn
+        if self._running:  # Ctrl-C has ended the caller's wait for this tower's turn
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.ident),
                                                        ctypes.py_object(_Stop))
         self.should_run.set()
@@ -224,7 +226,7 @@ class _Tower(_tf.ReplicaThread):
     def run(self) -> None:
         try:
             super().run()
-        finally:  # the thread holds itself by its function: it would hold the batch, too
+        finally:  # main_fn refers to the thread, and this circle would keep the batch
             self.main_fn = self.main_args = self.main_kwargs = None
 
     def _in_tower(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
