@@ -98,7 +98,7 @@ class _Once(contexts.Call):
         return result
 
     def _run_on_all(self, result: Any, name: str) -> Any:
-        """Makes all towers' operations; returns their results, grouped, like tower 0's ``result``."""
+        """Makes all towers' operations; returns ``result``, tower 0's, with all towers' values."""
         own = self._own
         _check_plain(result)
         self._graph.outputs = [leaf for leaf in results.tensors_in(result)
