@@ -3,7 +3,7 @@
 Goes in: the replica function and its arguments, while a ``tf.function`` is traced.  Comes out: its
 results, grouped.  Tower 0 runs in the calling thread, and at its sync points the function given to
 ``merge_call`` runs at once, with each tower's own tensors (:class:`replica.PerTowerTensors`).  When
-all is traced, :mod:`replica` makes the towers' operations of it.
+all is traced, :mod:`replica` makes the towers' operations from the trace.
 
 :class:`NeedsOwnTrace` says why a function has to be traced for each tower.
 """
@@ -57,7 +57,7 @@ class _Once(contexts.Call):
         super().__init__(strategy)
         self._shares = shares
         self._created = created  # gets each new variable with its initial value
-        self._opened = False  # whether an argument's number of rows is open in the trace
+        self._opened = False  # whether a value's number of rows is unknown in the trace
         self._warning: Warning | None = None  # a warning that the user has turned into an error
         self.contract = contract.Contract()
         self._count = len(strategy.extended.worker_devices)
@@ -73,15 +73,15 @@ class _Once(contexts.Call):
     def _trace(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Traces ``fn`` for tower 0 in the current graph, and returns its result."""
         self._graph: Any = tf.compat.v1.get_default_graph()
-        self._own = replica.PerTowerTensors(self._graph, self._count, self._shares.filled
-                                            if self._shares.may_be_empty else ())
+        filled = self._shares.filled if self._shares.may_be_empty else ()
+        self._per_tower = replica.PerTowerTensors(self._graph, self._count, filled)
         context = contexts.TowerContext(self._strategy, 0, self._shares, self)
         first = self._strategy.extended.first_replica
         with _tf.variables_of_caller(), _tf.operation_seeds_of_caller(), context, \
                 tf.device(None), _tf.graph_seeded(_tf.graph_seed(), first), \
                 _tf.variable_creator_scope(self._note_variable):
             args, kwargs = tf.nest.map_structure(self._enter, (args, kwargs))
-            self._own.end_stretch()
+            self._per_tower.end_stretch()
             try:
                 result = fn(*args, **kwargs)
             except NeedsOwnTrace:
@@ -90,8 +90,8 @@ class _Once(contexts.Call):
                 if self._warning:  # AutoGraph raises another error in its place
                     raise self._warning from error
                 if self._opened:  # may be the cause; if not, the towers' own traces fail, too
-                    raise NeedsOwnTrace("it fails where the number of rows, which differs between "
-                                        f"the towers, is open: {error}") from error
+                    raise NeedsOwnTrace("it fails if the number of rows, which differs between "
+                                        f"the towers, is unknown: {error}") from error
                 _tf.add_note(error, self._error_note, traced=True)
                 raise
             self._end_stretch()
@@ -99,19 +99,19 @@ class _Once(contexts.Call):
 
     def _run_on_all(self, result: Any, name: str) -> Any:
         """Makes all towers' operations; returns ``result``, tower 0's, with all towers' values."""
-        own = self._own
+        per_tower = self._per_tower
         _check_plain(result)
         self._graph.outputs = [leaf for leaf in results.tensors_in(result)
                                if leaf.graph is self._graph]
         graph = tf.compat.v1.get_default_graph()
         _tf.hand_on_functions(self._graph, graph)
-        layout = own.layout(self.contract, traffic.of_strategy(self._strategy, None))
+        layout = per_tower.layout(self.contract, traffic.of_strategy(self._strategy, None))
         towers = step.towers_of(self._strategy, Builder(graph), lambda _: None)
-        partition = replica.ReplicaPartition(towers, own)
-        values = partition.run(layout, own.inputs(towers))
+        partition = replica.ReplicaPartition(towers, per_tower)
+        values = partition.run(layout, per_tower.inputs(towers))
         keys, outputs = [], []
         for leaf, value in zip(self._graph.outputs, values):
-            for tower in range(self._count if own.differs(leaf) else 1):
+            for tower in range(self._count if per_tower.differs(leaf) else 1):
                 keys.append((id(leaf), tower))
                 outputs.append((value.part(tower), leaf))
         tensors, done = step.finished(self._strategy, towers, outputs, partition.effects, name)
@@ -141,7 +141,7 @@ class _Once(contexts.Call):
             self._error_note = tower_note
         with _tf.not_recorded():
             entered = tf.nest.map_structure(self._enter, result)
-        self._own.end_sync()
+        self._per_tower.end_sync()
         return entered
 
     def _of_all_towers(self, value: Any) -> tuple[Any, ...]:
@@ -149,7 +149,7 @@ class _Once(contexts.Call):
         _check_plain(value)
 
         def of_tower(tower: int, leaf: Any) -> Any:
-            return self._own.of_tower(leaf, tower) if tf.is_symbolic_tensor(leaf) else leaf
+            return self._per_tower.of_tower(leaf, tower) if tf.is_symbolic_tensor(leaf) else leaf
 
         return tuple(results.map_tensors(functools.partial(of_tower, tower), value)
                      for tower in range(self._count))
@@ -164,35 +164,35 @@ class _Once(contexts.Call):
 
     def _end_stretch(self) -> None:
         """Handles tower 0's operations since its last sync point, and merges writes among them."""
-        stretch, variables = self._own.stretch(), self._strategy.extended.variables()
-        for handle in self._own.enter_handles([variable for variable in variables if isinstance(
-                variable, tower_local.TowerLocalVariable)]):
+        stretch, variables = self._per_tower.stretch(), self._strategy.extended.variables()
+        for handle in self._per_tower.enter_handles([
+                each for each in variables if isinstance(each, tower_local.TowerLocalVariable)]):
             self.contract.put(handle, contract.UNKNOWN)  # each tower has a value of its own
         self.contract.look_at(stretch)
         written = alone.divert(self._graph, stretch, variables)
-        self._own.end_stretch()
+        self._per_tower.end_stretch()
         if written:
             handles = {id(handle) for _, handle in written.values()}
             with self._merging([operation for operation in stretch if any(
                     id(tensor) in handles for tensor in operation.inputs)]):
                 alone.merge_written(self._shares, [
-                    {key: (variable, self._own.of_tower(handle, tower))
+                    {key: (variable, self._per_tower.of_tower(handle, tower))
                      for key, (variable, handle) in written.items()}
                     for tower in range(self._count)])
-            self._own.end_sync()
+            self._per_tower.end_sync()
 
     def of_tower(self, tower: int, name: str, values: Sequence[Any]) -> Any:
         """A tensor that has each tower's value, also while a branch or a loop is traced."""
         del tower
-        tensor = self._per_tower(list(values))
+        tensor = self._enter_values(list(values))
         if tf.is_symbolic_tensor(tensor):
             self.contract.put(tensor, contract.KNOWN.get(name, contract.UNKNOWN))
         return tensor
 
     def total(self, value: Any, device: str) -> tf.Tensor | None:
-        is_traced = tf.is_symbolic_tensor(value) and isinstance(value, tf.Tensor) \
-            and not tf.executing_eagerly()
-        return self._own.total(value, device) if is_traced and self._own.differs(value) else None
+        differs = tf.is_symbolic_tensor(value) and isinstance(value, tf.Tensor) \
+            and not tf.executing_eagerly() and self._per_tower.differs(value)
+        return self._per_tower.total(value, device) if differs else None
 
     def note_number_read(self) -> None:
         raise NeedsOwnTrace("it reads its replica id as a Python number")
@@ -235,7 +235,7 @@ class _Once(contexts.Call):
         structure = self._structure(leaf.values)
         parts = [tf.nest.flatten(part, expand_composites=True) for part in leaf.values]
         has_rows = isinstance(leaf, sub_batches.SubBatches) and isinstance(first, tf.Tensor)
-        tensors = [self._per_tower(list(components), has_rows) for components in zip(*parts)]
+        tensors = [self._enter_values(list(components), has_rows) for components in zip(*parts)]
         state = contract.ROWS if has_rows else contract.SAME if isinstance(
             leaf, _tf.Mirrored) else contract.UNKNOWN
         for tensor in tensors:
@@ -258,7 +258,7 @@ class _Once(contexts.Call):
             raise NeedsOwnTrace(f"a value's static shape differs between the towers: {specs}")
         return opened[0]
 
-    def _per_tower(self, values: list[Any], has_rows: bool = False) -> Any:
+    def _enter_values(self, values: list[Any], has_rows: bool = False) -> Any:
         """A tensor in the trace that is ``values[r]`` on tower r.
 
         Its number of rows is unknown, so the contract can tell which tensors count rows.
@@ -272,7 +272,7 @@ class _Once(contexts.Call):
         if has_rows or any(value.shape != shape for value in values):
             self._opened = True
             shape = tf.TensorShape([None]).concatenate(shape[1:])
-        return self._own.enter(values, shape)
+        return self._per_tower.enter(values, shape)
 
 
 # Types whose attributes hold no tensors that differ between towers.
@@ -283,9 +283,9 @@ _PLAIN = (tf.Tensor, tf.Operation, _tf.CompositeTensor, tf.Variable, _tf.Distrib
 def _check_plain(value: Any) -> None:
     """Raises if an object in a nest may hold tensors in its attributes or its closure."""
     for leaf in tf.nest.flatten(value):
-        variable = isinstance(getattr(leaf, "handle", None), tf.Tensor)  # Keras 3's own, too
+        is_variable = isinstance(getattr(leaf, "handle", None), tf.Tensor)  # Keras 3's, too
         if _tf.is_unread_variable(leaf) or (
-                hasattr(leaf, "__dict__") and not variable and not isinstance(leaf, _PLAIN)):
+                hasattr(leaf, "__dict__") and not is_variable and not isinstance(leaf, _PLAIN)):
             raise NeedsOwnTrace(f"it hands on a {type(leaf).__name__}, in which tensors cannot "
                                 "be looked up")
 
