@@ -43,19 +43,19 @@ def strided_slice(op: Op, spec: Sharded, specs: Sequence[Spec]) -> Plan | None:
     masks = any(op.attr(f"{name}_mask") for name in ("ellipsis", "new_axis", "shrink_axis"))
     if steps is None or masks or len(steps) <= dim or steps[dim] != 1:
         return None
-    begin = 0 if op.attr("begin_mask") >> dim & 1 else _block_at(op, spec, 1, specs[1])
-    end = spec.blocks if op.attr("end_mask") >> dim & 1 else _block_at(op, spec, 2, specs[2])
+    begin = 0 if op.attr("begin_mask") >> dim & 1 else _blocks_before(op, spec, 1, specs[1])
+    end = spec.blocks if op.attr("end_mask") >> dim & 1 else _blocks_before(op, spec, 2, specs[2])
     return _between(spec, begin, end, specs)
 
 
 def slice_(op: Op, spec: Sharded, specs: Sequence[Spec]) -> Plan | None:
     """Plan of a ``tf.slice`` of whole blocks: the gradient of a concatenation."""
-    begin, sizes = _block_at(op, spec, 1, specs[1]), shapes.static_sizes(op, 2, specs[2])
+    begin, sizes = _blocks_before(op, spec, 1, specs[1]), shapes.static_sizes(op, 2, specs[2])
     if begin is None:
         return None
     if sizes is not None and sizes[spec.dim] == -1:
         return _between(spec, begin, spec.blocks, specs)
-    count = _block_at(op, spec, 2, specs[2])
+    count = _blocks_before(op, spec, 2, specs[2])
     return None if count is None else _between(spec, begin, begin + count, specs)
 
 
@@ -69,8 +69,8 @@ def _between(spec: Sharded, begin: int | None, end: int | None,
     return Plan([spec, *takes], [_with_blocks(spec, end - begin)])
 
 
-def _block_at(op: Op, spec: Sharded, index: int, limit: Spec) -> int | None:
-    """How many whole blocks a limit of a slice, input ``index``, counts along the rows, or None."""
+def _blocks_before(op: Op, spec: Sharded, index: int, limit: Spec) -> int | None:
+    """How many blocks lie before a slice's limit, input ``index``; None if it is within a block."""
     if not isinstance(limit, Size):
         entries = entries_of(op.inputs[index])
         return 0 if entries is not None and entries[spec.dim] == 0 else None

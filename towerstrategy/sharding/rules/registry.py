@@ -62,7 +62,7 @@ class Op:
         self.input_names: list[str] = [tensor.name for tensor in self.inputs]
         self.before = [name.partition(":")[0] for name in self.input_names]
         self.output_names: list[str] = [tensor.name for tensor in self.outputs]
-        self.handles = [place for place, tensor in enumerate(self.inputs)
+        self.handles = [index for index, tensor in enumerate(self.inputs)
                         if tensor.dtype == tf.resource]
         self.is_stateful = _tf.is_stateful(self.type)
         keeps_controls = self.inputs or self.is_stateful  # a constant need not wait for anything

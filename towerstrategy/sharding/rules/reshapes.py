@@ -26,13 +26,7 @@ from towerstrategy.sharding.spec import REPLICATED, Sharded, Size, Spec
 
 
 def reshape(op: Op, spec: Spec, target: Spec) -> Plan | None:
-    """The plan of a reshape of a sharded tensor.
-
-    Args:
-      op: the reshape.
-      spec: the spec of the tensor that is reshaped.
-      target: the spec of the shape that it asks for.
-    """
+    """The plan of a reshape of a tensor of this spec; ``target`` is the spec of the new shape."""
     if not isinstance(spec, Sharded):
         return None
     asked = shapes.static_sizes(op, 1, REPLICATED)
@@ -42,8 +36,7 @@ def reshape(op: Op, spec: Spec, target: Spec) -> Plan | None:
     before: list[Any] | None = sizes_of(op.inputs[0])
     for at, dim in enumerate(dimensions_in(op.inputs[1], op.inputs[0]) if before else ()):
         if dim not in (None, spec.dim) and after[at] is None:
-            # Any object will do that is the same in both.
-            before[dim] = after[at] = f"size of dimension {dim}"  # type: ignore[index]
+            before[dim] = after[at] = f"size of {dim}"  # type: ignore[index]
     result = _spec_after(before, after, spec, target)
     if result is None:
         return None

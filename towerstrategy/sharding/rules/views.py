@@ -20,10 +20,9 @@ from towerstrategy.sharding.spec import REPLICATED, ListOf, Partial, Sharded, Si
 
 
 def _view(*types: str, data: slice = slice(1), light: bool = False) -> Callable[[Rule], Rule]:
-    """Registers a rule for ops that move entries; it is called for sharded inputs.
+    """Registers a rule for ops that move entries; it is called if some of their data is sharded.
 
-    Where all data is partial the outputs are partial, too, and where some of it is a
-    :class:`Size` the numbers of rows are looked for in the outputs.
+    Partial data stays partial.  Numbers of rows are looked for in the outputs.
 
     Args:
       types: the op types.
@@ -64,7 +63,7 @@ def _keeps_order(permutation: Any) -> bool:
 
 
 def _with_new(axis: int, rank: int | None) -> str | None:
-    """Names of the dimensions of an output of this rank, in which dimension ``axis`` is new."""
+    """The names of an output's dimensions, of which dimension ``axis`` is new."""
     return None if rank is None else f"{DIMS[:axis % rank]}{MIXED}{DIMS[axis % rank:rank - 1]}"
 
 
@@ -138,10 +137,7 @@ def strided_slice(op: Op, specs: Sequence[Spec]) -> Plan | None:
 
 
 def _first_rows(op: Op, spec: Sharded) -> Plan | None:
-    """Plan of a strided slice that ends at a known row n: gather n rows of each tower, and slice.
-
-    The batch's first n rows are among the first n rows of the towers.
-    """
+    """Plan of a slice that ends at a known row n: it is made from each tower's first n rows."""
     begin, end, steps = (op.value(index) for index in (1, 2, 3))
     if begin is None or end is None or steps is None or len(begin) <= spec.dim or not op.rank(0) \
             or spec.blocks > 1 or op.attr("ellipsis_mask") or op.attr("new_axis_mask"):
