@@ -69,14 +69,18 @@ def _make_normalized(m: Any, axes: tuple[int, list[int]]) -> list[list[Any]]:
     """Makes the op's outputs: each tower's rows, normalized, and the moments of all rows."""
     dtype = m.op.inputs[1].dtype
     moments = _Moments(m, axes, dtype)
-    x = moments.images(0)
+    x = _cast(m, m.parts(0), dtype)
     mean = moments.mean(x)
     variance = moments.variance(x, mean)
     y = moments.normalized(x, [m.whole(1), m.whole(2), mean, variance])
     running = [_running(m, 3, mean), _running(m, 4, moments.unbiased(variance))]
     others = [*running, mean, variance, m.constant([], dtype, None)]
-    return [moments.cast_as(y, 0)] + [
+    return [_cast(m, y, m.op.inputs[0].dtype)] + [
         [moment] * len(m.towers) for moment in others[:len(m.op.outputs) - 1]]
+
+
+def _cast(m: Any, images: list[Any], dtype: tf.DType) -> Any:
+    return images if images[0].dtype == dtype else m.make("Cast", [images], EACH, DstT=dtype)
 
 
 def _running(m: Any, index: int, moment: Any) -> Any:
@@ -92,7 +96,7 @@ def _running(m: Any, index: int, moment: Any) -> Any:
 
 
 class _Moments:
-    """Makes moments over the rows and pixels of all towers, for each channel, of this dtype."""
+    """Makes each channel's moments over the rows and pixels of all towers."""
 
     def __init__(self, m: Any, axes: tuple[int, list[int]], dtype: tf.DType) -> None:
         self._m, self._dtype = m, dtype
@@ -102,18 +106,6 @@ class _Moments:
                                     m.constant(0, tf.int32, HOST)], HOST)
         count = m.make("Prod", [sizes, m.constant([0], tf.int32, HOST)], HOST)
         self.count = m.make("Cast", [count], None, DstT=dtype)
-
-    def images(self, index: int) -> list[Any]:
-        """Each tower's part of an input, cast to the moments' dtype."""
-        return self._cast(self._m.parts(index), self._dtype)
-
-    def cast_as(self, images: list[Any], index: int) -> list[Any]:
-        """Images, cast to the dtype of an input."""
-        return self._cast(images, self._m.op.inputs[index].dtype)
-
-    def _cast(self, images: list[Any], dtype: tf.DType) -> Any:
-        return images if images[0].dtype == dtype else self._m.make(
-            "Cast", [images], EACH, DstT=dtype)
 
     def mean(self, images: list[Any]) -> Any:
         """The mean over all rows and pixels."""
@@ -173,8 +165,8 @@ def _make_gradients(m: Any, axes: tuple[int, list[int]], has_variance: bool) -> 
     """
     dtype = m.op.inputs[2].dtype
     moments = _Moments(m, axes, dtype)
-    dy, x, mean = moments.images(0), moments.images(1), m.whole(3)
-    empty = m.constant([], dtype, None)
+    dy, x = (_cast(m, m.parts(index), dtype) for index in (0, 1))
+    mean, empty = m.whole(3), m.constant([], dtype, None)
     variance = m.whole(4) if has_variance else moments.variance(x, mean)
     direct, *partials = _constant_moment_gradients(
         m, axes, [dy, x, m.whole(2), mean, variance, empty])
@@ -185,7 +177,7 @@ def _make_gradients(m: Any, axes: tuple[int, list[int]], has_variance: bool) -> 
     factors = [m.make("Mul", [total, factor], None) for total in (d_scale, d_offset)]
     dx = m.make("Sub", [direct, moments.normalized(x, [*factors, mean, variance])], EACH)
     unused = m.constant(0, dtype, None)
-    return [moments.cast_as(dx, 1), *([value] * len(m.towers) for value in (
+    return [_cast(m, dx, m.op.inputs[1].dtype), *([value] * len(m.towers) for value in (
         d_scale, d_offset, unused, unused))]
 
 
