@@ -1,9 +1,9 @@
 """One program: a step is traced once, as on one device, and partitioned over the towers.
 
 Goes in: a function written for one device.  Comes out: its operations on the towers, by one table
-of rules.  :mod:`spec` says what a tensor can be, :mod:`rules` is the table, :mod:`propagate` gives
-each tensor its spec, :mod:`partition` makes the towers' operations, :mod:`values` redistributes,
-and :mod:`step` does all of it for a function.
+of rules.  :mod:`spec` defines the specs of tensors, :mod:`rules` is the table, :mod:`propagate`
+finds each tensor's spec, :mod:`partition` makes the towers' operations, :mod:`values` redistributes
+tensors, and :mod:`step` does all of it for a function.
 """
 
 from towerstrategy.sharding import rules  # noqa: F401  (fills the table)

@@ -1,7 +1,7 @@
-"""What is in a traced graph, and in the graphs that an operation of it calls.
+"""The operations of a traced graph in order, and the graphs of branches and loops.
 
-Goes in: a graph, or an operation.  Comes out: the operations that are needed, each behind those
-that it needs; the graphs of branches and loops.
+Goes in: a graph, or an operation.  Comes out: the operations that outputs and effects need, each
+after the ones that it needs; or the function graphs that the operation calls.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from towerstrategy.sharding.rules.registry import Op
 
 
 def function_of(operation: Op, attribute: str) -> Any:
-    """The graph of the function that an operation calls."""
-    of = operation.operation
-    return _tf.body_of(of.graph, of.get_attr(attribute).name)
+    """The graph of the function that an attribute of an operation names."""
+    caller = operation.operation
+    return _tf.body_of(caller.graph, caller.get_attr(attribute).name)
 
 
 def branches_of(operation: Op) -> list[Any]:
-    """The graphs of an operation's branches."""
+    """The graphs of the branches of an ``If`` or a ``Case``."""
     if operation.type.endswith("Case"):
-        of = operation.operation
-        return [_tf.body_of(of.graph, branch.name) for branch in of.get_attr("branches")]
+        caller = operation.operation
+        return [_tf.body_of(caller.graph, branch.name) for branch in caller.get_attr("branches")]
     return [function_of(operation, "then_branch"), function_of(operation, "else_branch")]
 
 
 def needed_in_order(graph: Any) -> list[Op]:
-    """The operations that results or effects need, each behind those that it needs.
+    """The operations that outputs or effects need, each after the ones that it needs.
 
-    The order in which they were made is not that: a loop gets its accumulators when its gradient
-    is asked for.  Assertions come before writes that they do not need.
+    The order of creation does not do: a loop gets its accumulators when its gradient is taken.
+    Assertions come before writes on which they do not depend.
     """
     notes: dict[Any, Any] = {}
     known = {operation.name: Op(operation, notes) for operation in graph.get_operations()}
@@ -43,7 +43,7 @@ def needed_in_order(graph: Any) -> list[Op]:
 
 
 def in_order(roots: Iterable[str], known: Mapping[str, Op]) -> list[Op]:
-    """``roots`` and what they need of the ``known`` operations, each behind those that it needs."""
+    """``roots`` and the ``known`` operations that they need, each after the ones that it needs."""
     done: set[str] = set()
     order: list[Op] = []
     stack: list[tuple[Op | None, Iterator[str]]] = [(None, iter(roots))]

@@ -1,19 +1,19 @@
-"""What a tensor of a step written for one device is on the towers.
+"""Specs: how a tensor of a step written for one device is laid out on the towers.
 
-Goes in: nothing.  Comes out: the specs that :mod:`propagate` gives to tensors, and in which the
-rules of :mod:`rules` are written.
+Goes in: nothing.  Comes out: the specs that :mod:`propagate` gives to tensors, and that the rules
+in :mod:`rules` take and return.
 
-A step is traced once, with all rows of the global batch.  Each of its tensors is one of:
+A step is traced once, with all rows of the global batch.  Each of its tensors has one of the specs:
 
-* :class:`Replicated`: made once, from what is the same for all towers;
-* :class:`Sharded`: each tower has its own slice along one dimension, and the slices in the order of
-  the towers are the whole tensor;
-* :class:`Partial`: each tower has a tensor of the whole shape, and the whole tensor is their sum
-  (maximum, minimum, conjunction, disjunction; a mean in which a tower counts by its rows);
-* :class:`Size`: an integer, or a vector of integers, some of whose entries count rows.  It is known
-  twice: for the whole batch, and for each tower.  Arithmetic takes the whole batch's, a tensor that
-  is sharded is shaped by the tower's;
-* :class:`ListOf`: a ``TensorList`` of which each tower has its own.
+* :class:`Replicated`: the tensor is made once and is the same for all towers;
+* :class:`Sharded`: each tower has a slice along one dimension; the slices, concatenated in the
+  order of the towers, are the whole tensor;
+* :class:`Partial`: each tower has a tensor of the whole shape; the whole tensor is their sum
+  (maximum, minimum, logical and, logical or; mean weighted by the towers' numbers of rows);
+* :class:`Size`: an integer or a vector of integers that has an entry that counts rows.  It has two
+  values: the whole batch's and each tower's.  Arithmetic uses the batch's value; the shape of a
+  sharded tensor uses the tower's;
+* :class:`ListOf`: each tower has a ``TensorList`` of its own.
 
 In a function given to ``strategy.run``, tensors are replicated or :class:`PerTower`.
 """
@@ -26,22 +26,22 @@ from typing import Any, Union
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """Several tensors of a group behind each other, as of ``tf.concat([view, other_view], 0)``.
+    """Several concatenated tensors of a group, as in ``tf.concat([view, other_view], 0)``.
 
-    A tower has its slice of each block, block by block; so it is each block's slices, not the
-    tensor's, that are in the order of the towers.
+    A tower has its slices of all blocks, concatenated.  So the slices of each block are in the
+    order of the towers, not those of the whole tensor.
     """
 
     count: int
-    of: Group = ""
+    group: Group = ""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Chosen:
-    """Some positions of the batch's examples, as of ``tf.boolean_mask``; one for each mask.
+    """Positions that a mask chooses from the batch, as in ``tf.boolean_mask``; one for each mask.
 
     Attributes:
-      times: among how many positions of each example they are chosen; None if unknown.
+      times: the number of positions per example from which the mask chooses; None if unknown.
     """
 
     times: int | None
@@ -51,37 +51,37 @@ Group = Union[str, Chosen]
 
 
 class _Grouped:
-    """What counts, or is, positions of the examples of a group."""
+    """A spec of positions of a group's examples, or of their number."""
 
     group: Group | Blocks
 
     @property
     def blocks(self) -> int:
-        """How many tensors of the group are behind each other."""
+        """The number of concatenated tensors of the group."""
         return self.group.count if isinstance(self.group, Blocks) else 1
 
     @property
     def one_block(self) -> Group:
-        """The group of each of them."""
-        return self.group.of if isinstance(self.group, Blocks) else self.group
+        """The group of one of these tensors."""
+        return self.group.group if isinstance(self.group, Blocks) else self.group
 
     def some(self, count: int) -> Group | Blocks:
-        """The group of so many of them."""
+        """The group of ``count`` concatenated tensors."""
         return self.one_block if count == 1 else Blocks(count, self.one_block)
 
 
 @dataclasses.dataclass(frozen=True)
 class Replicated:
-    """The same for all towers, made once."""
+    """The tensor is made once and is the same for all towers."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Axes(Replicated):
-    """The axes over which a broadcast is summed again, so far as static shapes tell.
+    """The axes over which the gradient of a broadcast is summed (``BroadcastGradientArgs``).
 
     Attributes:
-      reduced: for each dimension of the broadcast shape whether it is among the axes; None where
-        that is known when the step runs only.
+      reduced: for each dimension of the broadcast shape whether it is one of the axes; None if
+        static shapes do not tell.
     """
 
     reduced: tuple[bool | None, ...] = ()
@@ -89,27 +89,27 @@ class Axes(Replicated):
 
 @dataclasses.dataclass(frozen=True)
 class Sizes(Replicated):
-    """Several numbers of rows, each like :class:`Size` ``each``."""
+    """A vector of several numbers of rows, each of them a ``Size`` like ``each``."""
 
     each: Size
 
 
 @dataclasses.dataclass(frozen=True)
 class Variance(Replicated):
-    """The variance of all rows, in place of what a kernel of normalization keeps of it."""
+    """The variance of all rows, in place of the reserved output of a normalization kernel."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Sharded(_Grouped):
-    """Each tower has its slice along ``dim``; all slices in the towers' order are the tensor.
+    """Each tower has a slice along ``dim``; the slices in the towers' order are the whole tensor.
 
     Attributes:
-      dim: the dimension, counted from the first.
-      times: how many consecutive positions an example of the batch has there; None if unknown.
-      group: which examples. Empty: those of the batch. Else those of another batch of the same
-        step, of another size, or :class:`Chosen` ones, or :class:`Blocks` of these: two tensors
-        go together if their groups are the same.
-      broadcast: in a wish for an input only: a dimension of size 1 is left as it is.
+      dim: the sharded dimension, counted from 0.
+      times: the number of consecutive positions per example in that dimension; None if unknown.
+      group: the examples: empty for the batch's; the name of another batch of the step, of another
+        size; :class:`Chosen` ones; or :class:`Blocks` of these.  Tensors of one group have the same
+        slices.
+      broadcast: only in ``Plan.takes``: a dimension of size 1 is not sliced.
     """
 
     dim: int
@@ -122,13 +122,13 @@ class Sharded(_Grouped):
         return self if dim == self.dim else dataclasses.replace(self, dim=dim)
 
     def goes_with(self, other: Sharded) -> bool:
-        """Whether each tower has the same positions of both, where they are of one size."""
+        """Whether each tower has the same slice of two tensors of one size."""
         return self.group == other.group
 
 
 @dataclasses.dataclass(frozen=True)
 class Partial:
-    """Each tower has a part of the whole shape; ``reduction`` of the parts is the tensor.
+    """Each tower has a part with the whole shape; the reduction of all parts is the whole tensor.
 
     Attributes:
       reduction: "sum", "max", "min", "and" (all), "or" (any) or "mean".
@@ -139,13 +139,13 @@ class Partial:
 
 @dataclasses.dataclass(frozen=True)
 class Size(_Grouped):
-    """Integers that say shapes, known for the whole batch and for each tower.
+    """Integers that describe shapes, with a value for the whole batch and one for each tower.
 
     Attributes:
-      at: the entry that counts rows (0 for a scalar). The towers' numbers there add up to the
-        batch's; all other entries are alike.
-      times, group: as those of :class:`Sharded`.
-      known: the entries that are known beforehand, for the shape of a tensor; else None.
+      at: the index of the entry that counts rows (0 for a scalar). The towers' entries there add up
+        to the batch's; all other entries are the same on all towers.
+      times, group: as in :class:`Sharded`.
+      known: the static entries of a tensor's shape, None for unknown ones; None if not a shape.
     """
 
     at: int = 0
@@ -154,28 +154,28 @@ class Size(_Grouped):
     known: tuple[int | None, ...] | None = None
 
     def moved(self, at: int) -> Size:
-        """The same number of rows in another entry of something else."""
+        """The same number of rows at another index of another tensor."""
         return Size(at, self.times, self.group)
 
     def shards(self, dim: int) -> Sharded:
-        """What is shaped by this, along ``dim``."""
+        """The spec of a tensor whose dimension ``dim`` has this size."""
         return Sharded(dim, self.times, self.group)
 
 
 @dataclasses.dataclass(frozen=True)
 class ListOf:
-    """A ``TensorList`` of each tower's own; ``element`` is what its entries are (None: unknown)."""
+    """Each tower has its own ``TensorList``; ``element`` is its entries' spec (None: unknown)."""
 
     element: Spec | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class OptionalOf(ListOf):
-    """An optional of each tower's own, in which a branch keeps something for its gradient.
+    """Each tower has its own optional, in which a branch keeps a tensor for its gradient.
 
     Attributes:
-      by_branch: where branches keep something else each: what stands for their condition, and what
-        each of them keeps.
+      by_branch: if the branches keep tensors of different specs: the identity of their condition,
+        and the spec in each branch.
     """
 
     by_branch: tuple[Any, tuple[Spec | None, ...]] | None = None
@@ -183,7 +183,7 @@ class OptionalOf(ListOf):
 
 @dataclasses.dataclass(frozen=True)
 class PerTower:
-    """Each tower has its own, of which no whole is made: in ``strategy.run``."""
+    """Each tower has its own tensor and there is no whole one: in ``strategy.run``."""
 
 
 Spec = Union[Replicated, Sharded, Partial, Size, ListOf, PerTower]
