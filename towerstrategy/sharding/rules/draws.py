@@ -114,7 +114,7 @@ def _draw(m: Any, shapes: Any, counters: Any) -> Any:
 
 def _draw_within_group(m: Any, shapes: Any, counts: Any, before: Any, counters: Any,
                        group: int) -> Any:
-    """Draws from the begin of a group of numbers, and cuts off the numbers of earlier towers."""
+    """Draws whole groups of numbers, and cuts off the numbers of the towers before."""
     skipped = m.make("FloorMod", [before, m.constant(group, tf.int64, None)], None)
     one = m.constant([1], tf.int32, None)
     lengths = m.make("AddV2", [counts, m.constant(group - 1, tf.int64, None)], None)

@@ -72,7 +72,7 @@ def elementwise(op: Op, specs: Sequence[Spec]) -> Plan | None:
     if all(spec == SUM for spec in specs) and _is_linear(op):
         return Plan(specs, [specs[0]])
     if op.type == "AddV2" and isinstance(specs[1], Axes) and op.value(0) is not None:
-        front = (False,) * int(op.value(0))  # axes moved back by so many dimensions, as by einsum
+        front = (False,) * int(op.value(0))  # the axes are moved behind so many, as by einsum
         return Plan([REPLICATED] * 2, [Axes((*front, *specs[1].reduced))])
     return None
 
@@ -91,7 +91,7 @@ def _sharded(op: Op, specs: Sequence[Spec]) -> Plan | None:
 
 
 def _size(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    """The plan of a product, quotient or cast of a number of rows, or maximum of equal ones."""
+    """The plan of a number of rows: its product, quotient or cast, or the maximum of equal ones."""
     size = next(spec for spec in specs if isinstance(spec, Size))
     if op.type == "Cast" and op.outputs[0].dtype.is_integer:
         return Plan(specs, specs)
@@ -111,7 +111,7 @@ def _size(op: Op, specs: Sequence[Spec]) -> Plan | None:
 
 
 def _is_linear(op: Op) -> bool:
-    """Whether an op of partial sums makes the parts of its output's sum."""
+    """Whether the op, applied to the parts of a sum, makes the parts of its output."""
     if op.type != "Cast":
         return op.type in LINEAR
     # Casts to integers round. Half precision has too few digits for parts, and parts may overflow.

@@ -75,7 +75,7 @@ def outputs_of(operation: tf.Operation, inputs: Sequence[Entries | None]) -> lis
 
 
 def sizes_of(tensor: tf.Tensor) -> list[int | None] | None:
-    """A tensor's static shape, looked for behind TensorFlow's own; None if the rank is unknown."""
+    """A tensor's static shape, with more sizes than TensorFlow knows; None for an unknown rank."""
     return _sizes(tensor, _DEPTH)
 
 
@@ -108,7 +108,7 @@ def _sizes(tensor: tf.Tensor, depth: int) -> list[int | None] | None:
 
 
 class Quotient(NamedTuple):
-    """A quotient of two products of sizes: ``known``, times the sizes ``times``, not known."""
+    """The number ``known``, times the sizes ``times``, which are not known."""
 
     known: fractions.Fraction
     times: tuple[Any, ...] = ()
@@ -188,7 +188,7 @@ def _entries(tensor: tf.Tensor, depth: int) -> Entries | None:
 
 
 def _array(entries: Iterable[Any], shape: Any) -> Entries:
-    """An array of objects, of this shape; NumPy would look into objects that are tuples."""
+    """An array of these objects; ``np.array`` would take objects apart that are tuples."""
     array = np.empty(shape, object)
     for index, entry in enumerate(entries):
         array.flat[index] = entry

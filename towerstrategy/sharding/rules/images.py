@@ -50,7 +50,7 @@ def filter_gradient(op: Op, specs: Sequence[Spec]) -> Plan | None:
 
 
 def _rows_first(op: Op, specs: Sequence[Spec], images: Sequence[int], output: str) -> Plan | None:
-    """The plan of an op whose inputs ``images`` have rows, in dimension "a", and others do not."""
+    """The plan where the inputs ``images`` have rows in front, and all others are replicated."""
     if op.rank(images[0]) is None or any(op.out_rank(at) is None for at in range(len(op.outputs))):
         return None  # padding needs the ranks
     names = ["a" if index in images else None for index in range(len(specs))]
@@ -60,7 +60,7 @@ def _rows_first(op: Op, specs: Sequence[Spec], images: Sequence[int], output: st
 @rule("Conv2DBackpropInput", "Conv3DBackpropInputV2", "DepthwiseConv2dNativeBackpropInput",
       "AvgPoolGrad", "AvgPool3DGrad")
 def input_gradient(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    """Input 0 is the shape of the output: the tower's; or the batch's, with the tower's rows."""
+    """Input 0 is the output's shape: a tower's, or the batch's, with the tower's rows put in."""
     gradient = specs[-1]
     if not isinstance(gradient, Sharded) or gradient.dim or op.rank(-1) is None \
             or op.out_rank() != op.rank(-1):
@@ -95,7 +95,7 @@ def warp(op: Op, specs: Sequence[Spec]) -> Plan | None:
 
 @rule("CropAndResize")
 def crop(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    """Each tower crops its own boxes, from its own images if each box is in its own image."""
+    """Each tower crops its own boxes, from its own images, or from all if boxes may be in any."""
     return in_own_rows(op, specs, 2, 0, [1]) or by_names(op, specs, [None, "a", "a"], ["a"])
 
 

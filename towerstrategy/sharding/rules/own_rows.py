@@ -63,7 +63,7 @@ def in_own_rows(op: Op, specs: Sequence[Spec], indices: int, batch: int, beside:
 
     def make(m: Any) -> Any:
         inputs = [m.parts(index) for index in range(len(takes))]
-        inputs[indices] = m.make("Sub", [inputs[indices], _first_numbers(
+        inputs[indices] = m.make("Sub", [inputs[indices], _offsets(
             m, times, tensor.dtype, column, tensor.shape[-1:])], EACH)
         return m.copy(inputs, EACH)
 
@@ -81,8 +81,8 @@ def _unguarded(indices: tf.Tensor, batch: tf.Tensor) -> tf.Tensor:
     return guarded if guards else indices
 
 
-def _first_numbers(m: Any, times: int, dtype: tf.DType, column: int | None, columns: Any) -> Any:
-    """The index of each tower's first position, ``times`` an example; 0 in all other columns."""
+def _offsets(m: Any, times: int, dtype: tf.DType, column: int | None, columns: Any) -> Any:
+    """Each tower's offset: ``times`` its first row's number, in the column if there are columns."""
     first = m.each(lambda tower: m.towers.offset(tower, dtype))
     if times != 1:
         first = m.make("Mul", [first, m.constant(times, dtype, HOST)], HOST)
@@ -101,7 +101,7 @@ def where(op: Op, specs: Sequence[Spec]) -> Plan | None:
     group = op.notes.setdefault(("chosen", _mask_key(op)), Chosen(
         None if None in shape[1:] else times * math.prod(shape[1:])))
     return Plan(specs, [Sharded(0, 1, group)],
-                make=lambda m: [m.make("AddV2", [m.copy([m.parts(0)], EACH)[0], _first_numbers(
+                make=lambda m: [m.make("AddV2", [m.copy([m.parts(0)], EACH)[0], _offsets(
                     m, times, tf.int64, 0, [rank])], EACH)], alone=0)
 
 
@@ -123,7 +123,10 @@ def _expression(tensor: tf.Tensor, depth: int) -> Any:
 
 
 def _row_numbers(tensor: tf.Tensor, column: int | None) -> _RowNumbers | None:
-    """Where a tensor, or a column of it, has the number ``i // at.times`` at each position i."""
+    """The row numbers in a tensor, or in a column of it; None if it may hold anything else.
+
+    Along dimension ``at.dim`` position i has the number ``i // at.times``.
+    """
     if tensor.dtype not in (tf.int32, tf.int64) or tensor.shape.rank is None:
         return None
     if column is not None and tensor.shape[-1] == 1:
@@ -144,7 +147,7 @@ def _where(operation: tf.Operation, column: int | None) -> _RowNumbers | None:
 
 
 def _move(operation: tf.Operation, column: int | None) -> _RowNumbers | None:
-    """Numbers move to the dimension to which the op's rule moves rows; columns have to stay."""
+    """The op moves row numbers as its rule moves rows; columns have to stay as they are."""
     op = Op(operation)
     numbers = _row_numbers(op.inputs[0], _column_of_slice(op) if column is None else column)
     if numbers is None:
@@ -168,7 +171,7 @@ def _column_of_slice(op: Op) -> int | None:
 
 
 def _maximum(operation: tf.Operation, column: int | None) -> _RowNumbers | None:
-    """The maximum with 0, which gradients of segment sums take of segment numbers."""
+    """``tf.maximum(numbers, 0)``, as in the gradients of segment sums."""
     return _row_numbers(operation.inputs[0], column) if is_zero(operation.inputs[1]) else None
 
 

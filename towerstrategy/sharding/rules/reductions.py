@@ -22,7 +22,7 @@ _PARTIAL = {"Sum": "sum", "Max": "max", "Min": "min", "All": "and", "Any": "or"}
 
 
 def _reduced(op: Op, axes: Spec) -> Sequence[bool | None] | None:
-    """For each dimension, whether it is reduced, None if unknown; None if no axis is known."""
+    """For each dimension, whether it is reduced, or None; None if nothing is known."""
     if isinstance(axes, Axes):
         return axes.reduced
     values, rank = entries_of(op.inputs[1]), op.rank(0)
@@ -75,7 +75,7 @@ def _make_mean(m: Any, spec: Sharded, axes: Sequence[int], keep: bool) -> list[l
     scale = m.make("Reciprocal", [count], None)
 
     value, others = m.parts(0), [axis for axis in axes if axis != spec.dim]
-    if half:  # float16 has neither counts above 2048 nor long sums
+    if half:  # a float16 cannot hold a count above 2048, or a long sum
         value = m.make("Cast", [value], EACH, DstT=tf.float32)
     if others:
         value = m.make("Mean", [value, m.constant(others, tf.int32, EACH)], EACH, keep_dims=True)
@@ -124,7 +124,7 @@ def softmax(op: Op, specs: Sequence[Spec]) -> Plan | None:
 
 @rule("TopKV2", "NthElement")
 def along_the_last_axis(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    """A sort asks for as many entries as there are; along the rows its output has all rows."""
+    """A sort is a top-k of all entries; along the rows it runs once, and its output is cut."""
     names, spec, count = but([-1], op.rank(0), ""), specs[0], specs[1]
     if isinstance(spec, Sharded) and isinstance(count, Size) and spec.dim + 1 == op.rank(0) \
             and count.shards(spec.dim) == spec and spec.times:

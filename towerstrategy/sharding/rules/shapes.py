@@ -90,7 +90,7 @@ def static_sizes(op: Op, index: int, spec: Spec) -> list[Any] | None:
 
 
 def _shapes_of_one_rank(op: Op, specs: Sequence[Spec]) -> list[list[Any]]:
-    """The inputs, shapes that are broadcast, padded with ones in front; [] if one is unknown."""
+    """The input shapes, with ones in front up to a common rank; [] if one is unknown."""
     sizes = [static_sizes(op, index, spec) for index, spec in enumerate(specs)]
     known = [each for each in sizes if each is not None]
     rank = max(map(len, known), default=0)
@@ -127,7 +127,7 @@ def broadcast_gradient_args(op: Op, specs: Sequence[Spec]) -> Plan | None:
 
 
 def _axes(shape: Sequence[Any], other: Sequence[Any], missing: int) -> Axes:
-    """The axes for one operand of a broadcast, to whose shape ``missing`` ones were added."""
+    """The axes for one operand of a broadcast; ``missing`` ones were put in front of its shape."""
     reduced: list[bool | None] = []
     for dim, (size, other_size) in enumerate(zip(shape, other)):
         if dim < missing:
@@ -207,7 +207,7 @@ def extreme_of_sizes(op: Op, spec: Size | Sizes) -> Plan | None:
 
 
 def _entries_an_example(sizes: Sequence[Any], rows: int, spec: Sharded | Size) -> int | None:
-    """How many entries an example has in a tensor with rows in dimension ``rows``, if known."""
+    """How many entries an example of a tensor of these sizes has; None if unknown."""
     others = [size for at, size in enumerate(sizes) if at != rows]
     known = spec.times is not None and None not in others
     return math.prod(map(int, [spec.times, *others])) if known else None
