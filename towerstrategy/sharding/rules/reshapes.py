@@ -59,7 +59,7 @@ def reshape(op: Op, spec: Spec, target: Spec) -> Plan | None:
 
 def _inferred_sizes(spec: Sharded, result: Sharded, before: Sequence[Any] | None,
                     after: Sequence[Any], asked: Sequence[Any] | None) -> dict[int, int | None]:
-    """The dimension with -1 in the target shape, if it has no rows, and its size, None if unknown."""
+    """The dimension with -1 in the target shape, if not the rows', and its size if it is known."""
     inferred = [at for at, size in enumerate(asked or ()) if size == -1 and at != result.dim]
     example = [spec.times, spec.blocks, *(
         size for at, size in enumerate(before or [None]) if at != spec.dim)]
