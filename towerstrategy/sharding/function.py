@@ -1,8 +1,8 @@
-"""``strategy.function``: a step that is written for one device, traced once, done by the towers.
+"""``strategy.function``: a step written for one device, traced once and run by the towers.
 
-Goes in: a function and the options of ``tf.function``.  Comes out: :class:`Function`, which is
-called as the ``tf.function`` would be.  Sub-batches among its arguments are sharded, see
-:mod:`step`; all else is the same for all towers.
+Goes in: a function and the options of ``tf.function``.  Comes out: a :class:`Function`, which is
+called like a ``tf.function``.  Sub-batches among its arguments are sharded (see :mod:`step`); all
+other arguments are replicated.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _log = logging.getLogger("towerstrategy")
 
 
 class Function:
-    """What ``strategy.function`` returns; it is called as the function that it was made of.
+    """What ``strategy.function`` returns; it is called like the function that it was made of.
 
     Args:
-      strategy: whose towers do it.
-      python_function: written for one device.
-      input_signature, jit_compile, options: as of ``tf.function``.
+      strategy: the strategy whose towers run it.
+      python_function: the function, written for one device.
+      input_signature, jit_compile, options: as for ``tf.function``.
 
     Attributes:
       python_function: the function that it was made of.
@@ -44,25 +44,26 @@ class Function:
         self.python_function, self._strategy = python_function, strategy
         self._input_signature, self._options = input_signature, options
         self._compiles = bool(jit_compile)
-        # What another such function calls, which has all rows; TensorFlow checks the options here.
-        self._within = tf.function(python_function, input_signature, **options)
+        # Another such function calls this one, with all rows.  TensorFlow checks the options here.
+        self._function_with_all_rows = tf.function(python_function, input_signature, **options)
         self._parameters = inspect.signature(python_function)
-        self._functions: dict[Any, Any] = {}  # one for each choice of sharded arguments
+        self._functions: dict[Any, Any] = {}  # one tf.function for each choice of sharded arguments
         self._has_loops = False
-        self._any_rows, self._failed = True, False  # how it is traced; whether its last trace has
+        self._any_rows = True  # whether it is traced for any number of rows
+        self._failed = False  # whether its last trace failed
 
     @_tf.with_short_tracebacks
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._is_within_another():
-            return self._within(*args, **kwargs)
-        result = self._done(lambda function, *args, **kwargs: function(*args, **kwargs),
+            return self._function_with_all_rows(*args, **kwargs)
+        result = self._call(lambda function, *args, **kwargs: function(*args, **kwargs),
                             args, kwargs)
         if self._has_loops and tf.executing_eagerly():
-            return tf.nest.map_structure(_not_differentiated, result, expand_composites=True)
+            return tf.nest.map_structure(_without_eager_gradient, result, expand_composites=True)
         return result
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
-        """So that it can be a method: one such function for each instance."""
+        """Makes it work as a method, with one :class:`Function` for each instance."""
         if instance is None:
             return self
         key = f"_strategy_function_{id(self)}"
@@ -73,18 +74,18 @@ class Function:
         return vars(instance)[key]
 
     def get_concrete_function(self, *args: Any, **kwargs: Any) -> Any:
-        """As that of ``tf.function``; what is sharded is given as ``strategy.split`` gives it."""
+        """As that of ``tf.function``; sharded arguments are as ``strategy.split`` returns them."""
         with self._strategy.extended.modes.within(keeps_graph=True):
-            return self._done(lambda function, *args, **kwargs: function.get_concrete_function(
+            return self._call(lambda function, *args, **kwargs: function.get_concrete_function(
                 *args, **kwargs), args, kwargs)
 
     def experimental_get_tracing_count(self) -> int:
-        """How often it has been traced."""
+        """The number of traces."""
         return sum(function.experimental_get_tracing_count()
                    for function in self._functions.values())
 
     def pretty_printed_concrete_signatures(self, verbose: bool = True) -> str:
-        """For which arguments it has been traced, as that of ``tf.function``."""
+        """The arguments for which it has been traced, as that of ``tf.function``."""
         return "\n\n".join(function.pretty_printed_concrete_signatures(verbose)
                            for function in self._functions.values())
 
@@ -99,32 +100,31 @@ class Function:
         return contextlib.nullcontext() if inside else self._strategy.extended.bare_scope(
             self._strategy)
 
-    def _done(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """``call`` of the ``tf.function`` with these arguments.
+    def _call(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """The result of ``call`` with the ``tf.function`` and these arguments.
 
-        It is traced for any number of rows; where it cannot be, as it asks for the number in
-        Python, for each batch's.
+        It is traced for any number of rows, or, if it needs the number in Python, for each number.
         """
         self._failed = False
         try:
-            return self._done_once(call, args, kwargs)
+            return self._call_once(call, args, kwargs)
         except Exception as error:
             if not (self._failed and self._any_rows and self._input_signature is None):
                 raise
             self._any_rows = False
             try:
-                return self._done_once(call, args, kwargs)
+                return self._call_once(call, args, kwargs)
             except Exception:
                 self._any_rows = True
                 raise error from None
 
-    def _done_once(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        function, args, kwargs = self._prepared(args, kwargs)
+    def _call_once(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        function, args, kwargs = self._function_and_arguments(args, kwargs)
         with self._scope():
             return call(function, *args, **kwargs)
 
-    def _prepared(self, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
-        """The ``tf.function`` for these arguments, and they as it takes them."""
+    def _function_and_arguments(self, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
+        """The ``tf.function`` for these arguments, and the arguments as it takes them."""
         if tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context():
             raise RuntimeError(
                 f"{self.__name__}, made by strategy.function, runs on all towers, so it belongs "
@@ -132,30 +132,30 @@ class Function:
                 "of a model's train_step. There, use tf.function.")
         bound = self._parameters.bind(*args, **kwargs)
         arguments.check_sharded(self._strategy, bound.arguments)
-        bound.arguments = signatures.one_batch(bound.arguments, self._any_rows)
+        bound.arguments = signatures.sharded_arguments(bound.arguments, self._any_rows)
         signature = None
         if self._input_signature is not None:
             bound.apply_defaults()
-            signature = signatures.signed(self._input_signature, bound.arguments)
+            signature = signatures.towers_signature(self._input_signature, bound.arguments)
         return self._function(signature), bound.args, bound.kwargs
 
     def _function(self, signature: tuple[Any, ...] | None) -> Any:
         key = self._any_rows if signature is None else tuple(tf.nest.flatten(signature))
         if key not in self._functions:
-            self._functions[key] = tf.function(self._step(), signature, **self._options)
+            self._functions[key] = tf.function(self._step_on_towers(), signature, **self._options)
         return self._functions[key]
 
-    def _step(self) -> Callable[..., Any]:
-        """What is traced: a function of the same parameters."""
+    def _step_on_towers(self) -> Callable[..., Any]:
+        """The function to trace, which has the same parameters and runs on the towers."""
         strategy, python_function = self._strategy, self.python_function
 
         def on_towers(*args: Any, **kwargs: Any) -> Any:
-            _note_whole_batches(strategy, self.__name__, (args, kwargs))
+            _warn_of_whole_batches(strategy, self.__name__, (args, kwargs))
             self._failed = True  # until the end is reached
             with strategy.scope(), strategy.extended.modes.within(compiles=self._compiles):
                 result = step.run(strategy, python_function, args, kwargs)
             self._failed = False
-            self._has_loops = self._has_loops or _loops_here(strategy)
+            self._has_loops = self._has_loops or _has_loop_on_towers(strategy)
             return result
 
         # TensorFlow counts traces for each wrapped function.
@@ -167,9 +167,9 @@ class Function:
     __name__: str = "function"
 
 
-def _note_whole_batches(strategy: Any, name: str, given: Any) -> None:
-    """Says of tensors, none of which is split, that one device does what is made of them."""
-    leaves = tf.nest.flatten(given)
+def _warn_of_whole_batches(strategy: Any, name: str, args: Any) -> None:
+    """Warns if some arguments are tensors and none is split, as one device then does all of it."""
+    leaves = tf.nest.flatten(args)
     split = any(isinstance(leaf, tf.distribute.DistributedValues) for leaf in leaves)
     if not split and strategy.num_replicas_in_sync > 1 and any(
             isinstance(leaf, tf.Tensor) and leaf.shape.rank != 0 for leaf in leaves):
@@ -178,21 +178,21 @@ def _note_whole_batches(strategy: Any, name: str, given: Any) -> None:
                      "or elements of strategy.experimental_distribute_dataset(dataset).", name)
 
 
-def _loops_here(strategy: Any) -> bool:
-    """Whether there are loops among what the towers do."""
+def _has_loop_on_towers(strategy: Any) -> bool:
+    """Whether the towers' operations in the default graph have a loop among them."""
     return len(strategy.extended.worker_devices) > 1 and any(
         type in propagate.LOOPS
         for operation in tf.compat.v1.get_default_graph().get_operations()
         for type in _tf.types_in(operation, propagate.CALLS))
 
 
-def _not_differentiated(value: Any) -> Any:
-    """``value``, from which an eager tape cannot go back: it takes the towers' loops for one."""
+def _without_eager_gradient(value: Any) -> Any:
+    """``value``, whose gradient raises: an eager tape would take the towers' loops for one."""
     if not (isinstance(value, tf.Tensor) and (value.dtype.is_floating or value.dtype.is_complex)):
         return value
 
     @tf.custom_gradient
-    def ended(value: tf.Tensor) -> Any:
+    def stopped(value: tf.Tensor) -> Any:
         def refuse(upstream: Any) -> Any:
             raise NotImplementedError(
                 "the gradient of a function made by strategy.function, in which there is a loop, "
@@ -201,12 +201,12 @@ def _not_differentiated(value: Any) -> Any:
 
         return tf.identity(value), refuse
 
-    return ended(value)
+    return stopped(value)
 
 
-def _refuse_parts(value: Any, dtype: Any = None, name: str | None = None,
-                  as_ref: bool = False) -> Any:
-    """A tower's part of what is no argument would be taken for all rows."""
+def _refuse_sub_batches(value: Any, dtype: Any = None, name: str | None = None,
+                        as_ref: bool = False) -> Any:
+    """Refuses a sub-batch that is no argument: its first part would be taken for all rows."""
     del dtype, name, as_ref
     if contexts.has_all_rows():
         raise RuntimeError(
@@ -218,4 +218,4 @@ def _refuse_parts(value: Any, dtype: Any = None, name: str | None = None,
 
 
 for _type in (sub_batches.SubBatches, results.TowerResults):
-    tf.register_tensor_conversion_function(_type, _refuse_parts, priority=50)
+    tf.register_tensor_conversion_function(_type, _refuse_sub_batches, priority=50)

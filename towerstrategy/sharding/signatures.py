@@ -1,8 +1,7 @@
-"""The arguments of a ``strategy.function`` as its ``tf.function`` takes them.
+"""The arguments and the signature of the ``tf.function`` in a ``strategy.function``.
 
-Goes in: arguments with sub-batches among them, and an ``input_signature`` for one device.
-Comes out: arguments whose sub-batches are traced for any number of rows, and the signature for the
-towers.
+Goes in: arguments with sub-batches among them, and an ``input_signature`` for one device.  Comes
+out: arguments whose sub-batches are traced for any number of rows, and the towers' signature.
 """
 
 from __future__ import annotations
@@ -19,20 +18,20 @@ from towerstrategy.batch import rows as rows_lib, sub_batches
 from towerstrategy.merge import merging
 
 
-def one_batch(bound: Mapping[str, Any], any_rows: bool) -> dict[str, Any]:
-    """The arguments, with which a function is traced once for ``any_rows``, or for their number.
+def sharded_arguments(bound: Mapping[str, Any], any_rows: bool) -> dict[str, Any]:
+    """The arguments, traced for any number of rows if ``any_rows``, else for their number.
 
-    What has other numbers of rows than the first of them, as a second batch beside the first, is
-    put together to be the same for all towers: only the rows of one batch are sharded.
+    Only the rows of one batch are sharded.  Sub-batches whose numbers of rows differ from the first
+    one's are another batch: they are concatenated and replicated.
     """
     sharded = [leaf for leaf in tf.nest.flatten(bound) if isinstance(leaf, sub_batches.SubBatches)]
     if not sharded:
         return dict(bound)
-    return {name: tf.nest.map_structure(functools.partial(_one_batch, sharded[0], any_rows), value)
+    return {name: tf.nest.map_structure(functools.partial(_argument, sharded[0], any_rows), value)
             for name, value in bound.items()}
 
 
-def _one_batch(first: sub_batches.SubBatches, any_rows: bool, leaf: Any) -> Any:
+def _argument(first: sub_batches.SubBatches, any_rows: bool, leaf: Any) -> Any:
     if not isinstance(leaf, sub_batches.SubBatches):
         return leaf
     if leaf.batch == first.batch and not _has_rows_of(leaf, first):
@@ -43,7 +42,7 @@ def _one_batch(first: sub_batches.SubBatches, any_rows: bool, leaf: Any) -> Any:
 
 
 def _has_rows_of(leaf: sub_batches.SubBatches, first: sub_batches.SubBatches) -> bool:
-    """Whether each tower has as many rows of both; where that shows in the step only, it must."""
+    """Whether each tower has as many rows of both; asserted in the step if not known before."""
     if leaf is first or leaf.rows is not None:
         return True
     for one, other in zip(leaf.values, first.values):
@@ -59,28 +58,28 @@ def _has_rows_of(leaf: sub_batches.SubBatches, first: sub_batches.SubBatches) ->
     return True
 
 
-def signed(signature: Sequence[Any], bound: Mapping[str, Any]) -> tuple[Any, ...]:
-    """``signature`` with the specs of the towers' parts for what is sharded among the arguments.
+def towers_signature(signature: Sequence[Any], bound: Mapping[str, Any]) -> tuple[Any, ...]:
+    """``signature``, with the specs of the towers' parts for sharded arguments.
 
     Raises:
-      ValueError: an argument is not what the signature says.
+      ValueError: an argument does not match the signature.
     """
     if len(bound) < len(signature):
         raise ValueError(f"input_signature has {len(signature)} entries, but the function takes "
                          f"{len(bound)} arguments: {', '.join(bound)}.")
-    return tuple(_signed(name, spec, bound[name]) for name, spec in zip(bound, signature))
+    return tuple(_signature_of(name, spec, bound[name]) for name, spec in zip(bound, signature))
 
 
-def _signed(name: str, spec: Any, value: Any) -> Any:
+def _signature_of(name: str, spec: Any, value: Any) -> Any:
     try:
         tf.nest.assert_same_structure(spec, value)
     except (TypeError, ValueError):
         raise ValueError(f"{name} must have the structure that input_signature says, {spec!r}, but "
                          f"got {refused.shown(value)}.") from None
-    return tf.nest.map_structure(lambda leaf, one: _of_leaf(name, leaf, one), spec, value)
+    return tf.nest.map_structure(lambda leaf, part: _spec_of_leaf(name, leaf, part), spec, value)
 
 
-def _of_leaf(name: str, spec: Any, value: Any) -> Any:
+def _spec_of_leaf(name: str, spec: Any, value: Any) -> Any:
     if not isinstance(value, _tf.PerReplica):
         return spec
     parts = [tf.type_spec_from_value(part) for part in value.values]
@@ -93,9 +92,9 @@ def _of_leaf(name: str, spec: Any, value: Any) -> Any:
     if spec.shape[0] is not None and None not in rows and sum(rows) != spec.shape[0]:
         raise ValueError(f"{name} must have the {spec.shape[0]} rows that input_signature says, "
                          f"{spec!r}, but the towers have {rows}.")
-    count = [wanted] * len(parts)
+    specs = [wanted] * len(parts)
     if not isinstance(value, sub_batches.SubBatches):
-        return _tf.PerReplicaSpec(*count)
+        return _tf.PerReplicaSpec(*specs)
     if value.rows is not None:
-        count.append(tf.TensorSpec(value.rows.shape, tf.int64))
-    return sub_batches.SubBatchesSpec(*count, batch=value.batch, counted=value.rows is not None)
+        specs.append(tf.TensorSpec(value.rows.shape, tf.int64))
+    return sub_batches.SubBatchesSpec(*specs, batch=value.batch, counted=value.rows is not None)
