@@ -74,12 +74,8 @@ def outputs_of(operation: tf.Operation, inputs: Sequence[Entries | None]) -> lis
             else None for entries, tensor in zip(outputs, operation.outputs)]
 
 
-def sizes_of(tensor: tf.Tensor) -> list[int | None] | None:
+def sizes_of(tensor: tf.Tensor, depth: int = _DEPTH) -> list[int | None] | None:
     """A tensor's static shape, with more sizes than TensorFlow knows; None for an unknown rank."""
-    return _sizes(tensor, _DEPTH)
-
-
-def _sizes(tensor: tf.Tensor, depth: int) -> list[int | None] | None:
     if tensor.shape.rank is None:
         return None
     static: list[int | None] = list(tensor.shape.as_list())
@@ -91,16 +87,16 @@ def _sizes(tensor: tf.Tensor, depth: int) -> list[int | None] | None:
     elif tensor.op.type in ("BroadcastTo", "Slice"):
         computed = _entries(tensor.op.inputs[-1], depth - 1)
     elif tensor.op.type == "Transpose":
-        before, order = _sizes(tensor.op.inputs[0], depth - 1), _tf.constant_value(
+        before, order = sizes_of(tensor.op.inputs[0], depth - 1), _tf.constant_value(
             tensor.op.inputs[1])
         computed = None if before is None or order is None else [before[dim] for dim in order]
     elif (tensor.op.type, tensor.value_index) in _SHAPED_AS:
         source = tensor.op.inputs[_SHAPED_AS[tensor.op.type, tensor.value_index]]
-        computed = _sizes(source, depth - 1)
+        computed = sizes_of(source, depth - 1)
     elif tensor.op.type in UNARY:
-        computed = _sizes(tensor.op.inputs[0], depth - 1)
+        computed = sizes_of(tensor.op.inputs[0], depth - 1)
     elif tensor.op.type in (*BINARY, "SoftmaxCrossEntropyWithLogits"):
-        computed = _broadcast_shape([_sizes(value, depth - 1) for value in tensor.op.inputs])
+        computed = _broadcast_shape([sizes_of(value, depth - 1) for value in tensor.op.inputs])
     if computed is None or len(computed) != len(static):
         return static
     return [int(other) if size is None and isinstance(other, _INTEGER) and other >= 0 else size
@@ -141,7 +137,7 @@ def quotient(sizes: Sequence[Any], divisors: Sequence[Any]) -> Quotient | None:
 def _reshape_target(operation: tf.Operation, depth: int) -> list[Any] | None:
     """The target shape of a reshape, with the size in place of -1 if it can be computed."""
     tensor, shape = operation.inputs
-    target, sizes = _entries(shape, depth), _sizes(tensor, depth)
+    target, sizes = _entries(shape, depth), sizes_of(tensor, depth)
     if target is None or sizes is None:
         return None
     rest = quotient([_Open(tensor.name, dim) if size is None else size
@@ -171,7 +167,7 @@ def _entries(tensor: tf.Tensor, depth: int) -> Entries | None:
     operation, entries = tensor.op, None
     if depth and operation.type in ("Shape", "ShapeN"):
         shaped = operation.inputs[tensor.value_index]
-        sizes = _sizes(shaped, depth - 1) or ()
+        sizes = sizes_of(shaped, depth - 1) or ()
         entries = None if shaped.shape.rank is None else _array(
             (_Open(shaped.name, dim) if size is None else size for dim, size in enumerate(sizes)),
             [len(sizes)])
