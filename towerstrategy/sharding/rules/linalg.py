@@ -57,13 +57,9 @@ def _batched(op: Op, specs: Sequence[Spec], last: Sequence[int],
              broadcasts: bool = False) -> Plan | None:
     """The plan of an op that may be sharded along the dimensions in front.
 
-    Args:
-      op: the operation.
-      specs: the specs of its inputs.
-      last: how many dimensions behind these each of the first inputs has. Further inputs are the
-        same for all towers.
-      broadcasts: whether the op broadcasts the dimensions in front. If not, all these inputs have
-        as many of them as the first one has, even if their ranks are unknown.
+    ``last`` has, for each of the first inputs, how many dimensions are behind these; further inputs
+    are the same for all towers.  With ``broadcasts`` the dimensions in front broadcast; else all
+    these inputs have as many of them as the first one, even if their ranks are unknown.
     """
     ranks = [op.rank(index) for index in range(len(last if broadcasts else last[:1]))]
     fronts = {None if rank is None else rank - own for rank, own in zip(ranks, last)}

@@ -32,12 +32,10 @@ def _size_or_whole(spec: Spec) -> Spec:
 
 
 def is_empty(tensor_list: tf.Tensor, element: Spec | None) -> bool:
-    """Whether a replicated list is made without entries, so that each tower may use a copy of it.
+    """Whether a replicated list, or optional, is new and empty, so that each tower may have a copy.
 
-    Args:
-      tensor_list: the list, or optional, as the op that makes it returns it.
-      element: the spec of the entries that are put into it. If these are sharded, the list must not
-        say how many rows they have.
+    ``element`` is the spec of the entries that are put into it.  If they are sharded, the list must
+    not say how many rows they have.
     """
     if tensor_list.op.type == "OptionalNone":
         return True

@@ -49,12 +49,8 @@ def _by_channel(op: Op, specs: Sequence[Spec], channel: int, images: int,
                 sharded: int) -> Plan | None:
     """The plan where each row is a channel, as in layer normalization: towers need no others' rows.
 
-    Args:
-      op: the operation.
-      specs: the specs of its inputs.
-      channel: the dimension of the channels.
-      images: how many of the first inputs are images; others have a number a channel, or none.
-      sharded: how many of the first outputs have entries for each channel.
+    The first ``images`` inputs are images, all others have a number for each channel, or no entry.
+    The first ``sharded`` outputs have entries for each channel.
     """
     if not op.type.endswith("V3") or not op.attr("is_training"):
         return None

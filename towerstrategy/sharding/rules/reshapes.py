@@ -132,11 +132,8 @@ def _spec_in(at: int, spec: Sharded, front: Quotient | None, behind: Quotient | 
              ) -> Sharded | None:
     """The spec of the output with the rows in dimension ``at``; None if it would cut rows.
 
-    Args:
-      at: the dimension.
-      spec: the spec of the input.
-      front: the sizes in front of the rows before, over the sizes in front of ``at`` after.
-      behind: the positions of an example and the sizes behind before, over the sizes behind after.
+    ``front`` is the sizes in front of the rows before, over the sizes in front of ``at`` after;
+    ``behind`` is the positions of an example and the sizes behind before, over those behind after.
     """
     if front is None or behind is None or front.times:
         return None

@@ -149,9 +149,8 @@ def _axes(shape: Sequence[Any], other: Sequence[Any], missing: int) -> Axes:
 
 def _known_axes(axes: Axes) -> list[int] | None:
     """The axes as a list; None unless all are known."""
-    if None in axes.reduced:
-        return None
-    return [dim for dim, reduced in enumerate(axes.reduced) if reduced]
+    return None if None in axes.reduced else [
+        dim for dim, reduced in enumerate(axes.reduced) if reduced]
 
 
 def moved_sizes(op: Op, specs: Sequence[Spec]) -> Plan | None:
