@@ -69,10 +69,9 @@ def _note_consumers_in(inner: Layout, operation: Op, devices: Mapping[str, str],
     """Adds the devices on which a called function or a branch needs its inputs to ``consumers``."""
     taken = operation.input_names[len(operation.inputs) - len(inner.graph.inputs):]
     outer_names = {tensor.name: outer for tensor, outer in zip(inner.graph.inputs, taken)}
-    inner_devices = {name: devices[outer] for name, outer in outer_names.items()
-                     if outer in devices}
+    handles = {name: devices[outer] for name, outer in outer_names.items() if outer in devices}
     output_devices = [next(iter(consumers.get(name, ())), "") for name in operation.output_names]
-    for name, home in homes(inner, inner_devices, merge, output_devices)[1].items():
+    for name, home in homes(inner, handles, merge, output_devices)[1].items():
         if name in outer_names:
             consumers.setdefault(outer_names[name], {})[home] = None
 

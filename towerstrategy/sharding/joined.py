@@ -56,13 +56,12 @@ def branch_output(condition: Any, specs: Sequence[Spec],
     lists = [spec for spec in specs if isinstance(spec, ListOf)]
     if lists:
         element = next((each.element for each in lists if each.element is not None), None)
-        elements = tuple(
-            spec.element if isinstance(spec, ListOf) else None if empty(number, element)
-            else REPLICATED for number, spec in enumerate(specs))
-        if {*elements} <= {element, None}:
+        kept = tuple(spec.element if isinstance(spec, ListOf) else None if empty(number, element)
+                     else REPLICATED for number, spec in enumerate(specs))
+        if {*kept} <= {element, None}:
             return dataclasses.replace(lists[0], element=element)
         are_optionals = all(isinstance(each, OptionalOf) for each in lists)
-        return OptionalOf(None, (condition, elements)) if are_optionals else REPLICATED
+        return OptionalOf(None, (condition, kept)) if are_optionals else REPLICATED
     is_sum = SUM in specs and all(isinstance(spec, Replicated) or spec == SUM for spec in specs)
     return SUM if is_sum else REPLICATED
 

@@ -83,17 +83,17 @@ class Partition:
         controls = self._controls(operation)
         towers = self._towers.at(self._stages.get(operation.name, self._towers.stage))
         if isinstance(plan, Nested) and operation.type in propagate.CALLS:
-            made = self._inlined(operation, plan.layouts[0], values, controls, towers)
+            outputs = self._inlined(operation, plan.layouts[0], values, controls, towers)
         else:
             values = [value.at(towers).as_spec(spec) for value, spec in zip(values, plan.takes)]
             if plan.once:
-                made = [value.as_spec(spec) for value, spec in zip(
+                outputs = [value.as_spec(spec) for value, spec in zip(
                     self._run_once(operation, plan, values, controls, towers), plan.gives)]
             elif isinstance(plan, Nested) and not plan.local:
-                made = self._in_one_op(operation, plan, values, controls, towers)
+                outputs = self._in_one_op(operation, plan, values, controls, towers)
             else:
-                made = self._on_towers(operation, plan, values, controls, towers)
-        self._values.update(zip(operation.output_names, made))
+                outputs = self._on_towers(operation, plan, values, controls, towers)
+        self._values.update(zip(operation.output_names, outputs))
 
     def _controls(self, operation: Op) -> list[str]:
         if not (operation.controls or operation.is_stateful or operation.has_effect):
@@ -106,7 +106,7 @@ class Partition:
         return outside + checks + [node for before in operation.controls
                                    for node in self._nodes.get(before, ())]
 
-    def _controls_of_tower(self, controls: Iterable[str], tower: int) -> list[str]:
+    def _controls_on(self, controls: Iterable[str], tower: int) -> list[str]:
         """The nodes among ``controls`` that do not belong to another tower."""
         return [node for node in controls if self._owners.get(node, tower) == tower]
 
@@ -138,7 +138,7 @@ class Partition:
             self._nodes[operation.name] = list(controls)
         once, repeated = Lazily(whole), Lazily(lambda tower, towers: self._copy(
             operation, [value.at(towers).part(tower) for value in values], towers.devices[tower],
-            tower, self._controls_of_tower(controls, tower)))
+            tower, self._controls_on(controls, tower)))
         return [Value(towers, REPLICATED, tensor.shape, once.output(index), None, device,
                       repeated.output(index)) for index, tensor in enumerate(operation.outputs)]
 
@@ -188,8 +188,7 @@ class Partition:
             rows = next(value for value in values if isinstance(value.spec, Sharded))
             values = [value.padded(int(at in plan.ones)) for at, value in enumerate(values)]
         if plan.sizes is not None:
-            shape = values[-1].with_constant_parts(plan.sizes, operation.inputs[-1].dtype)
-            values = [*values[:-1], shape]
+            values = [*values[:-1], values[-1].as_constant(plan.sizes, operation.inputs[-1].dtype)]
         home = next(filter(None, self._output_devices(operation)), "") \
             if self._sum_devices and plan.make is not None else ""
         maker = Maker(operation, values, towers, home)
@@ -225,8 +224,8 @@ class Partition:
         operation, towers = maker.op, maker.towers
         if plan.make is not None:
             make = plan.make
-            made = Lazily(lambda: make(maker))
-            return Lazily(lambda tower: [output[tower] for output in made()])
+            outputs = Lazily(lambda: make(maker))
+            return Lazily(lambda tower: [output[tower] for output in outputs()])
         make_part = None if towers.on_cpu else plan.part
 
         @Lazily
@@ -234,8 +233,7 @@ class Partition:
             return make_part(maker, tower) if make_part is not None else self._copy(
                 operation, [value.part(tower) for value in maker.inputs],
                 home or (towers.shapes_on(tower) if of_shapes else towers.devices[tower]),
-                tower, controls if operation.has_effect
-                else self._controls_of_tower(controls, tower))
+                tower, controls if operation.has_effect else self._controls_on(controls, tower))
 
         return part
 
@@ -298,7 +296,7 @@ class Partition:
         if loop and any(layout.has_state for layout in plan.layouts):
             # On one device a draw may wait for the previous iteration, e.g. for its shape.
             attrs["parallel_iterations"] = tf.compat.v1.AttrValue(i=1)
-        made, name = towers.builder.call(
+        outputs, name = towers.builder.call(
             operation, operation.type, refs if loop else [values[0].whole(), *refs],
             towers.merge, f"{self._once_scope_of(operation)}{self._scope}", controls,
             [ref.dtype for ref in refs] if loop else dtypes, bodies.attributes_of(operation, names),
@@ -306,8 +304,8 @@ class Partition:
         self._note_nodes(operation, [name])
         if any(body.crosses for body in functions):
             towers.across.note_control_flow(name)
-        refs_left = iter(made)
-        return [bodies.value_of(towers, spec, tensor.shape, refs_left)
+        outputs_left = iter(outputs)
+        return [bodies.value_of(towers, spec, tensor.shape, outputs_left)
                 for tensor, spec in zip(operation.outputs, plan.gives)]
 
 

@@ -250,7 +250,7 @@ def _outer(towers: Towers, tower: int, value: Any, dtype: tf.DType) -> Ref:
 
 
 def _specs_of_all_rows(operation: Op, input_specs: Sequence[Spec], states: Contract,
-                   traffic: Traffic) -> list[Spec] | None:
+                       traffic: Traffic) -> list[Spec] | None:
     """The specs of an operation's inputs if it should run once, with all rows; else None.
 
     It should if the towers' outputs add up to its output, by the table, and have more bytes.
@@ -351,8 +351,7 @@ class ReplicaPartition(Partition):
             values = [value.padded(int(at in padded_plan.ones)) for at, value in enumerate(values)]
         part = Lazily(lambda tower: self._copy(
             operation, [value.part(tower) for value in values], home or towers.devices[tower],
-            tower, self._controls_of_tower(controls, tower),
-            _attributes_with_seed(operation, tower)))
+            tower, self._controls_on(controls, tower), _attributes_with_seed(operation, tower)))
         for tower in self._order:
             part(tower)
         outputs = [Value(towers, PER_TOWER, tensor.shape, None, part.output(index), device)

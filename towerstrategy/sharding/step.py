@@ -151,10 +151,7 @@ def _is_called(strategy: Any) -> bool:
 
 
 def _returned(builder: Builder, ref: Ref, traced: tf.Tensor, default: str) -> tf.Tensor:
-    """The tensor that the step returns for an output, on the output's device.
-
-    It depends on the whole step, so only those who use it wait for that.
-    """
+    """The tensor returned for an output, on its device; only its consumers wait for the step."""
     tensor = builder.tensor(ref)
     tensor.set_shape(traced.shape)
     _tf.copy_handle_data(traced, tensor)
@@ -242,10 +239,9 @@ class _Inputs:
 
     def values(self, towers: Towers, builder: Builder, traced: Any) -> list[Value]:
         """The value of each input of the traced graph."""
-        arguments = [self._value(towers, builder, leaf, spec)
-                     for leaf, spec in zip(self.tensors, self.specs)]
-        return [*arguments, *(captured(towers, outer, inner.shape)
-                              for outer, inner in traced.captures)]
+        args = [self._value(towers, builder, leaf, spec)
+                for leaf, spec in zip(self.tensors, self.specs)]
+        return [*args, *(captured(towers, outer, inner.shape) for outer, inner in traced.captures)]
 
     def count(self, towers: Towers, tower: int | None) -> Ref | None:
         """A tower's number of rows; for None the numbers of all workers' towers, if known."""
@@ -271,13 +267,10 @@ class _Inputs:
 
 
 class _Component:
-    """One component of the batch, as the towers' parts.
+    """One component of the batch: the towers' rows, and all workers' numbers of rows if known.
 
-    Attributes:
-      parts: each tower's rows.
-      counts: the number of rows of each tower of all workers; None if unknown.
-      batch: 0; or the number of another batch of the step, of another size.
-      whole, known: the ``TensorSpec`` of all rows: of an unknown number; of their number if known.
+    ``batch`` numbers the batches of a step.  ``whole`` and ``known`` are the ``TensorSpec`` of all
+    rows: for any number of rows, and for their number if it is known.
     """
 
     def __init__(self, parts: Sequence[tf.Tensor], counts: tf.Tensor | None,

@@ -136,7 +136,7 @@ class Value:
         return Value(towers, wanted, self.shape, self.whole, None, self.device,
                      None if isinstance(self.spec, (Size, ListOf)) else self.constant)
 
-    def with_constant_parts(self, entries: Sequence[int], dtype: tf.DType) -> Value:
+    def as_constant(self, entries: Sequence[int], dtype: tf.DType) -> Value:
         """The same tensor, with a constant in place of each tower's part."""
         towers = self.towers
         return Value(towers, self.spec, self.shape, self.whole, lambda tower: (
