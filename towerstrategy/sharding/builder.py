@@ -279,10 +279,7 @@ def _signature(type: str, inputs: Sequence[Ref], attrs: dict[str, Any]) -> tuple
 
 def _default_dtype(definition: Any, name: str) -> int:
     """The default of an attribute that says a dtype."""
-    for attr in definition.attr:
-        if attr.name == name:
-            return int(attr.default_value.type)
-    return 0
+    return next((attr.default_value.type for attr in definition.attr if attr.name == name), 0)
 
 
 def _attr(value: Any) -> Any:

@@ -129,7 +129,7 @@ class Contract:
         if all(state == SAME for state in states):
             return [SAME] * count
         if operation.type in propagate.CALLS:
-            return self._call(operation, states)
+            return self._function_outputs(_tf.called_body(operation), states)
         if operation.type in propagate.LOOPS:
             return self._loop(operation, states)
         wrong = next((state for state in states if state.spec is None and state.cause), None)
@@ -140,9 +140,6 @@ class Contract:
         if operation.type in propagate.BRANCHES:
             return self._branches(operation, states)
         return _outputs_of(operation, states, self._nested, self._notes)
-
-    def _call(self, operation: tf.Operation, states: Sequence[State]) -> list[State]:
-        return self._function_outputs(_tf.called_body(operation), states)
 
     def _function_outputs(self, body: Any, states: Sequence[State], zeros: Sequence[bool] = ()
                 ) -> list[State]:

@@ -189,9 +189,8 @@ class Partition:
             values = [value.padded(int(at in plan.ones)) for at, value in enumerate(values)]
         if plan.sizes is not None:
             values = [*values[:-1], values[-1].as_constant(plan.sizes, operation.inputs[-1].dtype)]
-        home = next(filter(None, self._output_devices(operation)), "") \
-            if self._sum_devices and plan.make is not None else ""
-        maker = Maker(operation, values, towers, home)
+        maker = Maker(operation, values, towers, "" if plan.make is None else next(
+            filter(None, self._output_devices(operation)), ""))
         home = self._variable_device(operation, values)
         if plan.near is not None and values[plan.near].constant is None:
             home = values[plan.near].device
