@@ -60,9 +60,8 @@ class Body:
             for _ in range(_count_of(spec, len(towers))):
                 placeholders.append(_tf.placeholder_like(inner))
                 refs.append(builder.take(placeholders[-1]))
-            made = value_of(towers, spec, inner.shape, iter(refs))
-            made.device = value.device
-            inputs.append(made)
+            inputs.append(value_of(towers, spec, inner.shape, iter(refs)))
+            inputs[-1].device = value.device
         return placeholders, inputs
 
     def _count(self, tower: int | None) -> Ref:
@@ -134,10 +133,8 @@ def value_of(towers: Towers, spec: Spec, shape: tf.TensorShape, refs: Any) -> Va
 
 def attributes_of(operation: Op, names: Sequence[str]) -> Any:
     """The attributes of a branch or loop that name its functions, with these names."""
-    found = [attr for attr in _tf.op_def(operation.type).attr if "func" in attr.type]
-    if len(found) == 1:
-        return {found[0].name: list(names)}
-    return dict(zip((attr.name for attr in found), names))
+    attrs = [attr.name for attr in _tf.op_def(operation.type).attr if "func" in attr.type]
+    return {attrs[0]: list(names)} if len(attrs) == 1 else dict(zip(attrs, names))
 
 
 def types_of(dtypes: Iterable[tf.DType]) -> Any:

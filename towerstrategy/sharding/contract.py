@@ -121,8 +121,8 @@ class Contract:
         count = len(operation.outputs)
         if count == 1 and scaling.is_zero(operation.outputs[0]):
             known = all(state.spec is not None for state in states)
-            made = _outputs_of(operation, states, self._nested, self._notes)[0] if known else SAME
-            return [made if isinstance(made.spec, Sharded) else SAME]
+            state = _outputs_of(operation, states, self._nested, self._notes)[0] if known else SAME
+            return [state if isinstance(state.spec, Sharded) else SAME]
         if operation.type in scaling.ADDITIVE:
             states = _zeros_as_others(operation, states, [
                 self._is_zero(tensor) for tensor in operation.inputs])

@@ -78,6 +78,7 @@ class Partition:
     # One operation.
 
     def _operation(self, layout: Layout, operation: Op) -> None:
+        """Makes the nodes of an operation, by its plan."""
         plan = layout.plans[operation.name]
         values = [self._values[name] for name in operation.input_names]
         controls = self._controls(operation)
@@ -96,6 +97,7 @@ class Partition:
         self._values.update(zip(operation.output_names, outputs))
 
     def _controls(self, operation: Op) -> list[str]:
+        """The nodes that an operation's nodes wait for."""
         if not (operation.controls or operation.is_stateful or operation.has_effect):
             return []
         outside = self._outer_controls if operation.is_stateful else []
@@ -158,9 +160,9 @@ class Partition:
 
     def _home(self, operation: Op, values: Sequence[Value]) -> str:
         """The device of an operation that runs once: its variable's, or the user's choice."""
-        here = self._variable_device(operation, values)
-        if here:
-            return here
+        device = self._variable_device(operation, values)
+        if device:
+            return device
         largest = max((value for value in values if value.constant is None),
                       key=lambda value: value.size, default=None)
         home = self._homes.get(operation.name) or operation.definition.device
@@ -258,6 +260,7 @@ class Partition:
 
     def _inlined(self, operation: Op, layout: Layout, values: Sequence[Value],
                  controls: list[str], towers: Towers) -> list[Value]:
+        """The outputs of a call, whose function body is inlined."""
         inner = Partition(towers, f"{self._scope}{operation.name}/", self._once_scope_of(operation))
         inner._checks = self._checks
         results = inner.run(layout, values, controls, self._output_devices(operation))
@@ -309,19 +312,19 @@ class Partition:
 
 
 class Lazily:
-    """Calls ``make``, once for each tower, when one of its outputs is needed first."""
+    """The outputs of ``make``, which runs once per tower, when one of them is first needed."""
 
     def __init__(self, make: Callable[..., list[Any]]) -> None:
         self._make = make
         self._made: dict[Any, list[Any]] = {}
 
-    def __call__(self, *of: Any) -> list[Any]:
-        if of not in self._made:
-            self._made[of] = self._make(*of)
-        return self._made[of]
+    def __call__(self, *key: Any) -> list[Any]:
+        if key not in self._made:
+            self._made[key] = self._make(*key)
+        return self._made[key]
 
     def output(self, index: int) -> Callable[..., Ref]:
-        return lambda *of: self(*of)[index]
+        return lambda *key: self(*key)[index]
 
 
 def _is_small(tensor: tf.Tensor) -> bool:

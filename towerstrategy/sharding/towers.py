@@ -83,9 +83,9 @@ class Towers:
     def at(self, stage: int | None) -> Towers:
         """The same towers with the devices of this stage."""
         if stage not in self._stages:
-            there = self._stages[stage] = copy.copy(self)
-            there.stage = stage
-            there.devices = [row[stage or 0] for row in self.rows]
+            towers = self._stages[stage] = copy.copy(self)
+            towers.stage = stage
+            towers.devices = [row[stage or 0] for row in self.rows]
         return self._stages[stage]
 
     def stage_on(self, device: str) -> int | None:
