@@ -118,7 +118,7 @@ class PerTowerTensors:
         return operation.type != "Placeholder" and operation.name not in self._sync_ops
 
     def of_tower(self, tensor: tf.Tensor, tower: int) -> tf.Tensor:
-        """A tower's own of a tensor, at a sync point."""
+        """The tensor as ``tower`` has it, at a sync point."""
         if not self.differs(tensor):
             return tensor
         picked = tf.identity(tensor)
@@ -306,8 +306,8 @@ class ReplicaPartition(Partition):
         super().__init__(towers)
         self._tensors = tensors
         # The order in which towers run: the first micro-batches of all devices come first.
-        parts = len(towers) // len({*towers.devices})
-        self._order = sorted(range(len(towers)), key=lambda tower: tower % parts)
+        micro_batches = len(towers) // len({*towers.devices})
+        self._order = sorted(range(len(towers)), key=lambda tower: tower % micro_batches)
         # Resource, or its tensor's name -> the last node that wrote it; those that read it since.
         self._writers: dict[Ref | str, str] = {}
         self._readers: dict[Ref | str, list[str]] = {}
