@@ -236,7 +236,7 @@ class ContractTest(parameterized.TestCase):
             warnings.simplefilter("always")
             tf.function(lambda *batch: strategy.run(step, batch))(*strategy.split((X, Y)))
         if not divided:
-            self.assertIn("or one that is merged already", str(said[0].message))
+            self.assertIn("or one that is summed already", str(said[0].message))
         else:
             self.assertEmpty(said)
             for one, other in zip(weights, one_device(RIGHT["loss_object"])):

@@ -106,8 +106,8 @@ class Contract:
             return "" if reads_count and right else state.cause
         if isinstance(state.spec, Replicated) and state.power == 0:
             return "" if reads_count else (
-                "a gradient is the same on all towers, such as that of a penalty on the weights, or "
-                "one that is summed already, and is added once per tower")
+                "a gradient is the same on all towers, such as that of a penalty on the weights "
+                "or one that is summed already, and is added once per tower")
         if reads_count and evenly and isinstance(state.spec, (Partial, Sharded)):
             return ""
         return "the loss is a mean over the tower's rows, which nothing has scaled"
