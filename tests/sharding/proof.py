@@ -309,7 +309,7 @@ class _Emitter:
         counts = [builder.constant(count, tf.int64, "") for count in rows]
         self._towers = Towers(
             builder,
-            rows=[[""]] * len(rows),
+            stage_devices=[[""]] * len(rows),
             merge="",
             host="",
             scopes=[f"tower_{at}/" for at in range(len(rows))],

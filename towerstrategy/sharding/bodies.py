@@ -50,8 +50,8 @@ class Body:
         across = Across(self._outer.across.workers, self._outer.across.graph, builder,
                         self._outside)
         towers = self.towers = Towers(
-            builder, self._outer.rows, self._outer.merge, self._outer.host, self._outer.scopes,
-            self._count, self._outer.on_cpu, self._outer.draws_rows, across,
+            builder, self._outer.stage_devices, self._outer.merge, self._outer.host,
+            self._outer.scopes, self._count, self._outer.on_cpu, self._outer.draws_rows, across,
             self._outer.spare).at(self._outer.stage)
         placeholders: list[tf.Tensor] = []
         inputs = []

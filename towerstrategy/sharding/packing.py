@@ -42,8 +42,8 @@ def finish(towers: Towers) -> None:
     With micro-batches or stages it packs nothing, as these must begin before others end; tensors
     that cross machines are packed by :mod:`across`.
     """
-    if (towers.across.workers is None and len(set(towers.devices)) == len(towers.rows)
-            and max(map(len, towers.rows)) == 1):
+    if (towers.across.workers is None and len(set(towers.devices)) == len(towers.stage_devices)
+            and max(map(len, towers.stage_devices)) == 1):
         pack(towers.builder, homes.ONCE)
     relays.relay_tensors(towers.builder, towers.places)
     relays.relay_rows(towers.builder, towers.detours)

@@ -26,13 +26,13 @@ LEAST_ROW = 2**10  # bytes of a row, as the number of rows is unknown
 FEWEST = 4  # towers
 
 
-def places_of(rows: Sequence[Sequence[str]]) -> dict[str, int]:
+def places_of(stage_devices: Sequence[Sequence[str]]) -> dict[str, int]:
     """The place of each tower's device, by number: neighbours are well connected.
 
     Empty with few devices, with towers of several devices, or with several towers of a device.
     """
-    devices = dict.fromkeys(row[0] for row in rows)
-    if len(devices) < max(FEWEST, len(rows)) or max(map(len, rows)) > 1:
+    devices = dict.fromkeys(row[0] for row in stage_devices)
+    if len(devices) < max(FEWEST, len(stage_devices)) or max(map(len, stage_devices)) > 1:
         return {}
     return {device: place for place, device in enumerate(devices)}
 

@@ -341,7 +341,7 @@ class ReplicaPartition(Partition):
         """The outputs of an operation that each tower runs, padded by a plan if there is one."""
         towers = self._towers.at(self._stages.get(operation.name, self._towers.stage))
         device = operation.definition.device
-        device = "" if device in self._towers.rows[0] else device
+        device = "" if device in self._towers.stage_devices[0] else device
         home = device or self._variable_device(operation, values)
         controls = self._controls(operation)
         if padded_plan is not None:

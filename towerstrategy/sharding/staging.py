@@ -30,7 +30,7 @@ def stages_of(layout: Layout, values: Mapping[str, Value], towers: Towers) -> di
       values: tensor name -> value, for the graph's inputs.
       towers: the towers; if they are in a stage, it is the default.
     """
-    if len(towers.rows[0]) == 1:
+    if len(towers.stage_devices[0]) == 1:
         return {}
     input_stages = {name: value.stage for name, value in values.items() if value.stage is not None}
     found: dict[str, int] = {}

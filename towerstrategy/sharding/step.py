@@ -90,7 +90,7 @@ def _call(strategy: Any, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     with tf.device(strategy.extended.host_device):
         inputs = _Inputs(strategy, (args, kwargs))
     inputs.check_rows()
-    traced, result = _traced(strategy, fn, inputs)
+    traced, packed = _traced(strategy, fn, inputs)
     layout = propagate.propagate(traced, [
         *inputs.specs, *[REPLICATED] * (len(traced.inputs) - len(inputs.specs))],
         traffic.of_strategy(strategy, inputs.known_rows))
@@ -106,7 +106,7 @@ def _call(strategy: Any, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     strategy.extended.crossings = dict(towers.crossings)
     tensors, _ = finished(strategy, towers, zip(outputs, traced.outputs), partition.effects,
                           getattr(fn, "__name__", "step"))
-    return result(tensors)
+    return packed(tensors)
 
 
 def finished(strategy: Any, towers: Towers, outputs: Iterable[tuple[Ref, tf.Tensor]],
@@ -254,7 +254,7 @@ class _Inputs:
         if part.shape[0] is not None:
             return builder.constant(part.shape[0], tf.int64, host)
         # On the tower, so that rows in a GPU's memory need not cross for their shape.
-        shape = builder.make("Shape", [builder.take(part)], towers.rows[tower][0],
+        shape = builder.make("Shape", [builder.take(part)], towers.stage_devices[tower][0],
                              f"{towers.scopes[tower]}Shape", out_type=tf.int64)
         first = builder.constant(0, tf.int32, host)
         return builder.make("GatherV2", [shape, first, first], host)
@@ -292,13 +292,13 @@ def towers_of(strategy: Any, builder: Builder, counts: Callable[[int | None], Re
               ) -> Towers:
     """The strategy's towers, for nodes of ``builder``; ``counts`` as for :class:`Towers`."""
     placement = strategy.extended.placement
-    rows = [[_full(device) for device in placement.row(tower)]
-            for tower in range(len(placement.towers))]
+    stage_devices = [[_full(device) for device in placement.row(tower)]
+                     for tower in range(len(placement.towers))]
     scopes = [f"{scopes_lib.of_tower(tower, device)}/"
               for tower, device in enumerate(strategy.extended.worker_devices)]
     spare = strategy.extended.homes.least if placement.balanced and not placement.on_cpu else ""
     across = Across(strategy.extended.workers, builder.graph, builder, builder.take)
-    return Towers(builder, rows, _full(strategy.extended.merge_device),
+    return Towers(builder, stage_devices, _full(strategy.extended.merge_device),
                   _full(strategy.extended.host_device), scopes, counts, placement.on_cpu,
                   strategy.extended.draws_rows, across, spare)
 

@@ -40,7 +40,7 @@ class Towers:
 
     Args:
       builder: collects the nodes.
-      rows: the devices of each tower's stages; one device unless towers have several stages.
+      stage_devices: for each tower the device of each stage; one device without stages.
       merge: the merge device.
       host: the CPU that holds the numbers of rows; kernels take shapes from its memory.
       scopes: the name scope of each tower's nodes, with a "/" at the end.
@@ -58,19 +58,19 @@ class Towers:
 
     stage: int | None = None
 
-    def __init__(self, builder: Builder, rows: Sequence[Sequence[str]], merge: str, host: str,
-                 scopes: Sequence[str], counts: Callable[[int | None], Ref | None],
+    def __init__(self, builder: Builder, stage_devices: Sequence[Sequence[str]], merge: str,
+                 host: str, scopes: Sequence[str], counts: Callable[[int | None], Ref | None],
                  on_cpu: bool = False, draws_rows: bool = True,
                  across: Across | None = None, spare: str = "") -> None:
         self.spare = spare
         self.across = across or Across(None, builder.graph, builder, builder.take)
         workers = self.across.workers
         self.first = 0 if workers is None else workers.first
-        self.replicas = len(rows) if workers is None else workers.replicas
-        self.builder, self.rows, self.merge, self.host = builder, rows, merge, host
-        self.devices = [row[0] for row in rows]
+        self.replicas = len(stage_devices) if workers is None else workers.replicas
+        self.builder, self.merge, self.host = builder, merge, host
+        self.stage_devices, self.devices = stage_devices, [row[0] for row in stage_devices]
         self.scopes, self.on_cpu, self.draws_rows = scopes, on_cpu, draws_rows
-        self.places = {} if on_cpu else relays.places_of(rows)
+        self.places = {} if on_cpu else relays.places_of(stage_devices)
         self.detours = relays.detours(self.places, peers.reached() if self.places else {})
         self._counts = counts
         self.cache: dict[Any, Ref] = {}
@@ -85,12 +85,12 @@ class Towers:
         if stage not in self._stages:
             towers = self._stages[stage] = copy.copy(self)
             towers.stage = stage
-            towers.devices = [row[stage or 0] for row in self.rows]
+            towers.devices = [row[stage or 0] for row in self.stage_devices]
         return self._stages[stage]
 
     def stage_on(self, device: str) -> int | None:
         """The stage, of any tower, that is on ``device``; None without stages."""
-        return next((stage for row in self.rows if len(row) > 1
+        return next((stage for row in self.stage_devices if len(row) > 1
                      for stage, name in enumerate(row) if name == device), None)
 
     def on(self, tower: int, type: str, *inputs: Ref, **attrs: Any) -> Ref:
