@@ -1,4 +1,4 @@
-"""Replica contexts: what a tower is, what it knows of its rows, and its sync points."""
+"""Replica contexts: a tower's number, its share of the rows, and its sync points."""
 
 from towerstrategy.contexts.here import (
     AnyContext as AnyContext,

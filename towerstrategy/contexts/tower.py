@@ -49,7 +49,7 @@ class Call:
         return values[tower]
 
     def total(self, value: Any, device: str) -> tf.Tensor | None:
-        """The sum of ``value`` over this machine's towers, on ``device``, if it needs no sync."""
+        """The sum of a value over this machine's towers, on ``device``; None if it takes a sync."""
         del value, device
         return None
 
@@ -145,7 +145,7 @@ class TowerContext(tf.distribute.ReplicaContext):
         return tf.bitwise.bitwise_xor(seed, tf.cast(step, seed.dtype))
 
     def fact(self, name: str) -> Any:
-        """A fact: the ``"share"``, ``"filled"``, the ``"number"``, also as the ``"seed"``."""
+        """The tower's share, whether it is filled, or its number, also for draws as the seed."""
         nested = _tf.nested_function(self.graph)
         if nested is not None:
             return _tf.capture_at_call(nested, f"towerstrategy/{name}", functools.partial(

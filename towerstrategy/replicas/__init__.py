@@ -1,1 +1,1 @@
-"""A replica function a tower: traced once and copied, or in a thread for each tower."""
+"""Runs a replica function on each tower, from one trace or in a thread for each tower."""

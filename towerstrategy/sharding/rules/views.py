@@ -20,7 +20,7 @@ from towerstrategy.sharding.spec import REPLICATED, ListOf, Partial, Sharded, Si
 
 
 def _view(*types: str, data: slice = slice(1), light: bool = False) -> Callable[[Rule], Rule]:
-    """Registers a rule for ops that move entries; it is called if some of their data is sharded.
+    """Registers a rule for ops that move entries; it need not handle partial data and sizes.
 
     Partial data stays partial.  Numbers of rows are looked for in the outputs.
 
