@@ -145,7 +145,7 @@ class TowerContext(tf.distribute.ReplicaContext):
         return tf.bitwise.bitwise_xor(seed, tf.cast(step, seed.dtype))
 
     def fact(self, name: str) -> Any:
-        """The tower's share, whether it is filled, or its number, also for draws as the seed."""
+        """The tower's value of a fact in ``_DEFAULTS``; the number is the seed for draws, too."""
         nested = _tf.nested_function(self.graph)
         if nested is not None:
             return _tf.capture_at_call(nested, f"towerstrategy/{name}", functools.partial(

@@ -115,12 +115,12 @@ class _Once(contexts.Call):
                 keys.append((id(leaf), tower))
                 outputs.append((value.part(tower), leaf))
         tensors, done = step.finished(self._strategy, towers, outputs, partition.effects, name)
-        made = dict(zip(keys, tensors))
+        tensor_of = dict(zip(keys, tensors))
 
         def of_tower(tower: int, leaf: Any) -> Any:
             if isinstance(leaf, tf.Operation):
                 return tf.group(*done)
-            return made.get((id(leaf), tower), made.get((id(leaf), 0), leaf))
+            return tensor_of.get((id(leaf), tower), tensor_of.get((id(leaf), 0), leaf))
 
         return _tf.regroup(
             tuple(results.map_tensors(functools.partial(of_tower, tower), result)

@@ -62,7 +62,7 @@ def _batched(op: Op, specs: Sequence[Spec], last: Sequence[int],
     these inputs have as many of them as the first one, even if their ranks are unknown.
     """
     ranks = [op.rank(index) for index in range(len(last if broadcasts else last[:1]))]
-    fronts = {None if rank is None else rank - own for rank, own in zip(ranks, last)}
+    fronts = {None if rank is None else rank - count for rank, count in zip(ranks, last)}
     if None in fronts or len(fronts) > 1:
         return None  # inputs that are broadcast have different dimensions in front
     front = range(fronts.pop() or 0)

@@ -49,7 +49,7 @@ def _by_channel(op: Op, specs: Sequence[Spec], channel: int, images: int,
                 sharded: int) -> Plan | None:
     """The plan where each row is a channel, as in layer normalization: towers need no others' rows.
 
-    The first ``images`` inputs are images, all others have a number for each channel, or no entry.
+    The first ``images`` inputs are images; others have a number for each channel, or no entries.
     The first ``sharded`` outputs have entries for each channel.
     """
     if not op.type.endswith("V3") or not op.attr("is_training"):

@@ -82,7 +82,7 @@ def _unguarded(indices: tf.Tensor, batch: tf.Tensor) -> tf.Tensor:
 
 
 def _offsets(m: Any, times: int, dtype: tf.DType, column: int | None, columns: Any) -> Any:
-    """Each tower's offset: ``times`` its first row's number, in the column if there are columns."""
+    """Each tower's first row number times ``times``, as an index: in its column, 0 in others."""
     first = m.each(lambda tower: m.towers.offset(tower, dtype))
     if times != 1:
         first = m.make("Mul", [first, m.constant(times, dtype, HOST)], HOST)

@@ -29,8 +29,8 @@ def reshape(op: Op, spec: Spec, target: Spec) -> Plan | None:
     """The plan of a reshape of a tensor of this spec; ``target`` is the spec of the new shape."""
     if not isinstance(spec, Sharded):
         return None
-    asked = shapes.static_sizes(op, 1, REPLICATED)
-    after = _sizes_after(op, asked)
+    requested = shapes.static_sizes(op, 1, REPLICATED)
+    after = _sizes_after(op, requested)
     if after is None:
         return None
     before: list[Any] | None = sizes_of(op.inputs[0])
@@ -43,7 +43,7 @@ def reshape(op: Op, spec: Spec, target: Spec) -> Plan | None:
     if result == spec and _are_equal(before, after, spec.dim):
         return Plan([spec, target], [spec], passes=True)
     if isinstance(target, Size):
-        inferred = _inferred_sizes(spec, result, before, after, asked)
+        inferred = _inferred_sizes(spec, result, before, after, requested)
         plan = _plan_by_size(op, spec, target, result, inferred)
         sizes = [-1 if at == result.dim else inferred.get(at, size)
                  for at, size in enumerate(after)]
@@ -51,16 +51,16 @@ def reshape(op: Op, spec: Spec, target: Spec) -> Plan | None:
                 isinstance(size, int) and size for size in sizes):
             plan.sizes = sizes
         return plan
-    if asked is not None and asked[result.dim] == -1:
+    if requested is not None and requested[result.dim] == -1:
         return Plan([spec, REPLICATED], [result])
     return Plan([spec, REPLICATED], [result],
                 make=lambda m: _make_reshape(m, result.dim), alone=0)
 
 
 def _inferred_sizes(spec: Sharded, result: Sharded, before: Sequence[Any] | None,
-                    after: Sequence[Any], asked: Sequence[Any] | None) -> dict[int, int | None]:
+                    after: Sequence[Any], requested: Sequence[Any] | None) -> dict[int, int | None]:
     """The dimension with -1 in the target shape, if not the rows', and its size if it is known."""
-    inferred = [at for at, size in enumerate(asked or ()) if size == -1 and at != result.dim]
+    inferred = [at for at, size in enumerate(requested or ()) if size == -1 and at != result.dim]
     example = [spec.times, spec.blocks, *(
         size for at, size in enumerate(before or [None]) if at != spec.dim)]
     others = [size for at, size in enumerate(after) if at not in (*inferred, result.dim)]
@@ -144,16 +144,16 @@ def _spec_in(at: int, spec: Sharded, front: Quotient | None, behind: Quotient | 
                                times=None if behind.times else int(behind.known))
 
 
-def _sizes_after(op: Op, asked: Sequence[Any] | None) -> list[Any] | None:
+def _sizes_after(op: Op, requested: Sequence[Any] | None) -> list[Any] | None:
     """The sizes of the output, None for unknown ones; None if its rank is unknown."""
     rank = op.outputs[0].shape.rank
     if rank is None:
         return None
     static = op.outputs[0].shape.as_list()
-    if asked is None or len(asked) != rank:
+    if requested is None or len(requested) != rank:
         return static
     return [size if size is not None else wanted if wanted is None or wanted >= 0 else None
-            for size, wanted in zip(static, asked)]
+            for size, wanted in zip(static, requested)]
 
 
 def _make_reshape(m: Any, dim: int) -> Any:
