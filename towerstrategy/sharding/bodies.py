@@ -131,10 +131,13 @@ def value_of(towers: Towers, spec: Spec, shape: tf.TensorShape, refs: Any) -> Va
     return Value(towers, spec, shape, whole, parts.__getitem__)
 
 
-def attributes_of(operation: Op, names: Sequence[str]) -> Any:
+def function_attributes(operation: Op, names: Sequence[str]) -> dict[str, Any]:
     """The attributes of a branch or loop that name its functions, with these names."""
-    attrs = [attr.name for attr in _tf.op_def(operation.type).attr if "func" in attr.type]
-    return {attrs[0]: list(names)} if len(attrs) == 1 else dict(zip(attrs, names))
+    attr, functions = tf.compat.v1.AttrValue, [{"name": name} for name in names]
+    keys = [each.name for each in _tf.op_def(operation.type).attr if "func" in each.type]
+    if len(keys) == 1:
+        return {keys[0]: attr(list=attr.ListValue(func=functions))}
+    return {key: attr(func=function) for key, function in zip(keys, functions)}
 
 
 def types_of(dtypes: Iterable[tf.DType]) -> Any:

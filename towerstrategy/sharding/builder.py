@@ -77,8 +77,7 @@ class Builder:
         return Ref(*key, tensor.dtype)
 
     def copy(self, operation: Op, inputs: Sequence[Ref], device: str, scope: str = "",
-             controls: Iterable[str] = (), name: str = "", attributes: bytes = b""
-             ) -> tuple[list[Ref], str]:
+             controls: Iterable[str] = (), attributes: bytes = b"") -> tuple[list[Ref], str]:
         """The outputs and the node of a copy of an operation.
 
         Args:
@@ -87,11 +86,10 @@ class Builder:
           device: the device of the copy.
           scope: its name scope, with a "/" at the end.
           controls: nodes that it waits for.
-          name: its name if not the operation's in ``scope``.
           attributes: its attributes if not the operation's.
         """
         _, default, dtypes = operation.definition
-        return self._add(name or f"{scope}{operation.name}", operation.type, inputs, device,
+        return self._add(f"{scope}{operation.name}", operation.type, inputs, device,
                          attributes or default, dtypes, controls, scope,
                          alone=operation.is_stateful or bool(operation.controls))
 
@@ -116,24 +114,17 @@ class Builder:
                                              node.SerializeToString(), [dtype])[0][0]
         return self._constants[key]
 
-    def call(self, like: Op, type: str, inputs: Sequence[Ref], device: str, scope: str,
-             controls: Iterable[str], dtypes: Sequence[tf.DType], functions: dict[str, Any],
-             attrs: dict[str, Any]) -> tuple[list[Ref], str]:
+    def call(self, like: Op, inputs: Sequence[Ref], device: str, scope: str,
+             controls: Iterable[str], dtypes: Sequence[tf.DType], attrs: Mapping[str, Any]
+             ) -> tuple[list[Ref], str]:
         """A copy of ``like``, a branch or loop, that has other functions and inputs."""
         node = tf.compat.v1.NodeDef.FromString(like.definition.attributes)
         for stale in ("output_shapes", "_read_only_resource_inputs"):
             node.attr.pop(stale, None)
         for key, value in attrs.items():
             node.attr[key].CopyFrom(value)
-        for key, function in functions.items():
-            node.attr[key].Clear()
-            if isinstance(function, str):
-                node.attr[key].func.name = function
-            else:
-                for name in function:
-                    node.attr[key].list.func.add().name = name
-        return self._add(f"{scope}{like.name}", type, inputs, device, node.SerializeToString(),
-                         dtypes, controls, alone=True)
+        return self._add(f"{scope}{like.name}", like.type, inputs, device,
+                         node.SerializeToString(), dtypes, controls, alone=True)
 
     def note_shape(self, ref: Ref, shape: tf.TensorShape) -> None:
         """Notes the static shape of a node's output if it is fully known and of floats."""

@@ -294,15 +294,15 @@ class Partition:
         dtypes = [ref.dtype for ref in functions[-1].results]
         names = [_tf.add_function(towers.builder.graph, body.graph) for body in functions]
         types = bodies.types_of(ref.dtype for ref in refs)
-        attrs = {"T": types} if loop else {"Tin": types, "Tout": bodies.types_of(dtypes)}
+        attrs = bodies.function_attributes(operation, names)
+        attrs |= {"T": types} if loop else {"Tin": types, "Tout": bodies.types_of(dtypes)}
         if loop and any(layout.has_state for layout in plan.layouts):
             # On one device a draw may wait for the previous iteration, e.g. for its shape.
             attrs["parallel_iterations"] = tf.compat.v1.AttrValue(i=1)
         outputs, name = towers.builder.call(
-            operation, operation.type, refs if loop else [values[0].whole(), *refs],
-            towers.merge, f"{self._once_scope_of(operation)}{self._scope}", controls,
-            [ref.dtype for ref in refs] if loop else dtypes, bodies.attributes_of(operation, names),
-            attrs)
+            operation, refs if loop else [values[0].whole(), *refs], towers.merge,
+            f"{self._once_scope_of(operation)}{self._scope}", controls,
+            [ref.dtype for ref in refs] if loop else dtypes, attrs)
         self._note_nodes(operation, [name])
         if any(body.crosses for body in functions):
             towers.across.note_control_flow(name)
