@@ -93,7 +93,7 @@ class Across:
         return [*order, *(node for nodes in control_flow.values() for node in nodes)]
 
     def _levels_and_depths(self) -> tuple[Callable[[str], tuple[int, int]], dict[int, list[str]]]:
-        """A function that returns a node's level and depth; and each level's branches and loops."""
+        """A function from a node to its level and depth (longest path); control flow per level."""
         found: dict[str, tuple[int, int]] = {}
         control_flow: dict[int, list[str]] = {}
 

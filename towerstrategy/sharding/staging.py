@@ -33,26 +33,26 @@ def stages_of(layout: Layout, values: Mapping[str, Value], towers: Towers) -> di
     if len(towers.stage_devices[0]) == 1:
         return {}
     input_stages = {name: value.stage for name, value in values.items() if value.stage is not None}
-    found: dict[str, int] = {}
+    stages: dict[str, int] = {}
     for operation in layout.order:
         stage = _stage_by_name(operation, towers)
         if stage is None and operation.type not in CALLS:
             known = {tensor.name: at for tensor in operation.inputs if (at := input_stages.get(
-                tensor.name, found.get(tensor.op.name))) is not None}
+                tensor.name, stages.get(tensor.op.name))) is not None}
             stage = known[max(known, key=lambda name: _amount_of_data(layout, name, operation))] \
                 if known else None
         if stage is not None:
-            found[operation.name] = stage
-    needed: dict[str, int] = {}
+            stages[operation.name] = stage
+    first_use: dict[str, int] = {}  # operation -> the first stage that needs an output of it
     for operation in reversed(layout.order):
-        stage = found.get(operation.name, needed.get(operation.name))
+        stage = stages.get(operation.name, first_use.get(operation.name))
         if stage is None:
             continue
         if operation.type not in CALLS:
-            found[operation.name] = stage
+            stages[operation.name] = stage
         for tensor in operation.inputs:
-            needed[tensor.op.name] = min(stage, needed.get(tensor.op.name, stage))
-    return found
+            first_use[tensor.op.name] = min(stage, first_use.get(tensor.op.name, stage))
+    return stages
 
 
 def _stage_by_name(operation: Op, towers: Towers) -> int | None:

@@ -77,7 +77,7 @@ class Value:
         """The whole tensor."""
         if self._whole is None:
             make = self._make_whole
-            self._whole = self._gathered() if make is None else make()
+            self._whole = self._merged() if make is None else make()
             self.towers.builder.note_shape(self._whole, self.shape)
         return self._whole
 
@@ -190,10 +190,10 @@ class Value:
         towers = self.towers
         if not self.spec.group:
             return towers.padding_rows(tower)
-        none, dim = (towers.number(number, tf.int32) for number in (0, self.spec.dim))
+        zero, dim = (towers.number(number, tf.int32) for number in (0, self.spec.dim))
         shape = towers.on(tower, "Shape", self.part(tower))
-        rows = towers.on_host("GatherV2", shape, dim, none)
-        return towers.on_host("Cast", towers.on_host("Equal", rows, none), DstT=tf.int32)
+        rows = towers.on_host("GatherV2", shape, dim, zero)
+        return towers.on_host("Cast", towers.on_host("Equal", rows, zero), DstT=tf.int32)
 
     def _first_or_zeros(self, tower: int) -> Ref:
         """The part of a replicated tensor as a partial sum: the first tower has all of it."""
@@ -201,7 +201,7 @@ class Value:
             return self.whole()
         return self.towers.on(tower, "ZerosLike", self.whole())
 
-    def _gathered(self) -> Ref:
+    def _merged(self) -> Ref:
         """The whole tensor: the sum, concatenation or other reduction of the towers' parts."""
         towers, parts = self.towers, self.parts()
         if towers.replicas == 1 or self.spec == PER_TOWER:
@@ -237,8 +237,8 @@ class Value:
         total = towers.add_up(parts, towers.host, self.shape)
         if self.shape.rank == 0:
             return total
-        none, one, place = (towers.number(number, tf.int32) for number in (0, 1, at))
-        index = towers.on_host("Range", none, towers.on_host("Size", parts[0]), one)
+        zero, one, place = (towers.number(number, tf.int32) for number in (0, 1, at))
+        index = towers.on_host("Range", zero, towers.on_host("Size", parts[0]), one)
         return towers.on_host("SelectV2", towers.on_host("Equal", index, place), total, parts[0])
 
     def _cut(self, wanted: Sharded) -> Value:
@@ -257,13 +257,13 @@ class Value:
             if towers.replicas == 1:
                 return whole
             begin, size = towers.offset(tower), towers.count(tower)
-            open_broadcast = wanted.broadcast and self.shape[wanted.dim] is None
-            if wanted.times != 1 or open_broadcast:
+            may_be_one = wanted.broadcast and self.shape[wanted.dim] is None
+            if wanted.times != 1 or may_be_one:
                 times = towers.on_host("FloorDiv", self.rows_in(wanted.dim), towers.total())
                 begin = towers.on_host("Mul", begin, times)
                 size = towers.on_host("Mul", size, times)
-                if open_broadcast:
-                    is_one = towers.on_host("Equal", times, towers.number(0))  # for all rows
+                if may_be_one:
+                    is_one = towers.on_host("Equal", times, towers.number(0))  # 1 // rows is 0
                     size = towers.on_host("SelectV2", is_one, towers.number(1), size)
             return towers.on(tower, "Slice", whole,
                              towers.vector(tower, begin, wanted.dim, rank, 0),
