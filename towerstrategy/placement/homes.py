@@ -109,13 +109,12 @@ def move(variable: tf.Variable, device: str) -> None:
         moved = _tf.ResourceVariable(variable.read_value(), trainable=False, dtype=variable.dtype,
                                      shape=variable.shape, name=variable.name.split(":")[0])
     variable._handle = moved._handle
-    if hasattr(variable, "_home"):
-        variable._home = variable.device
 
 
 def home_of(variable: tf.Variable) -> str:
     """The device on which ``variable`` lives."""
-    return getattr(variable, "_home", None) or variable.device
+    # Who asks for ``variable.device`` asks for the handle, which may be captured then.
+    return str(getattr(variable, "_handle", variable).device)
 
 
 def size_of(value: Any) -> int:

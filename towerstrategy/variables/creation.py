@@ -60,7 +60,7 @@ def _create_one_copy(strategy: tf.distribute.Strategy, homes: homes_lib.Homes, b
     variable._home_may_change = tf.executing_eagerly() and (beside is None or together)
     if contexts.current() is not None:  # what runs there takes it from there from now on
         variable._settled = stage
-    return one_copy.into_tower_variable(variable, strategy, home)
+    return one_copy.into_tower_variable(variable, strategy)
 
 
 def _check_modes(kwargs: dict[str, Any]) -> bool:

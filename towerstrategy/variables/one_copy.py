@@ -243,11 +243,10 @@ for _kind in ("add", "sub", "min", "max", "update"):
             functools.partialmethod(TowerVariable._scatter_nd, f"scatter_nd_{_kind}"))
 
 
-def into_tower_variable(variable: tf.Variable, strategy: tf.distribute.Strategy,
-                        home: str | None = None) -> TowerVariable:
+def into_tower_variable(variable: tf.Variable,
+                        strategy: tf.distribute.Strategy) -> TowerVariable:
     """Turns a resource variable into ``strategy``'s own, in place: same object, value and place."""
     variable.__class__ = TowerVariable
     variable._distribute_strategy = strategy
-    variable._home = variable.device or home  # TensorFlow keeps int32 on the host, say
     strategy.extended.track(variable)
     return variable
