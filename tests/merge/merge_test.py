@@ -34,7 +34,7 @@ class SharesTest(parameterized.TestCase):
         for tower, rows in enumerate([13, 13, 12, 12]):
             self.assertEqual(float(tf.cast(shares.each[tower], tf.float64)), rows / 50)
         ones = [tf.ones([], tf.float64)] * 4
-        self.assertAlmostEqual(float(merging.weighted_mean(ones, shares)), 1, delta=1e-15)
+        self.assertAlmostEqual(float(merging.mean(ones, shares)), 1, delta=1e-15)
 
 
 class ReduceTest(parameterized.TestCase):
@@ -54,7 +54,7 @@ class ReduceTest(parameterized.TestCase):
         self.assertEqual((plain(merged.values), plain(merged.indices)),
                          ([[1.], [2.], [4.]], [3, 0, 3]))
         self.assertEqual(plain(merging.divided(merged, 2).values), [[.5], [1.], [2.]])
-        self.assertEqual(plain(merging.weighted_mean(parts, of_rows(1, 3)).values),
+        self.assertEqual(plain(merging.mean(parts, of_rows(1, 3)).values),
                          [[.25], [.5], [3.]])
 
     def test_dense_beside_sparse(self):

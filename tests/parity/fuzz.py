@@ -285,7 +285,7 @@ def check_merge(drawn, rows, known):
     # What a tower without rows has computed must not matter.
     values = [value if count else value * float("nan") for value, count in zip(values, rows)]
     weights = np.array(rows, float).reshape([-1] + [1] * (doubles.ndim - 1))
-    check_close(merging.weighted_mean(values, shares),
+    check_close(merging.mean(values, shares),
                 (doubles * weights).sum(0) / max(sum(rows), 1),
                 dtype)
     check_close(merging.total_of_filled(values, shares), (doubles * (weights > 0)).sum(0))
@@ -312,7 +312,7 @@ def check_merge_slices(drawn, dense_tower, rows, traced):
         gradient, = merging.gradients([values], ["CPU:0"], by_rows)
         total = merging.total(values)
         results = [total, gradient, merging.divided(total, len(values)),
-                   merging.weighted_mean(values, by_rows)]
+                   merging.mean(values, by_rows)]
         return [tf.convert_to_tensor(result) for result in results]
 
     found = (tf.function(merged) if traced else merged)()

@@ -258,6 +258,8 @@ class MergedWriteTest(parameterized.TestCase):
         step(strategy.split(tf.constant([3., 3., 3.])))
         self.assertEqual(plain(fixed), 3.)
         self.assertAlmostEqual(plain(moving), 4.98, places=3)
+        step(strategy.split(tf.constant([np.inf] * 3)))
+        self.assertEqual(plain(fixed), np.inf)
         step(strategy.split(tf.constant([1., 2., 6.])))
         self.assertAlmostEqual(plain(fixed), 3., places=5)
 

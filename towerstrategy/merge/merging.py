@@ -43,25 +43,29 @@ def _changed(change: Callable[[tf.Tensor], tf.Tensor], value: Value) -> Value:
     return change(value)
 
 
-def weighted_mean(values: Sequence[Value], shares: shares_lib.Shares) -> Value:
-    """The mean of the towers' values, each counted by its tower's share; empty towers count for
-    nothing, whatever they computed."""
-    return shares.across(total([_times(without_empty(value, tower, shares), shares.each[tower])
-                                for tower, value in enumerate(values)]))
+def mean(values: Sequence[Value], shares: shares_lib.Shares) -> Value:
+    """The mean of the towers' values, each counted by its tower's share of rows.
 
-
-def agreed(values: Sequence[Value], shares: shares_lib.Shares) -> Value:
-    """What the towers agree on, exactly; where they differ, the mean by share of rows."""
-    first = values[0]
-    same, *others = (list(map(id, tf.nest.flatten(value, expand_composites=True)))
-                     for value in values)
-    if all(parts == same for parts in others):
-        return first
-    sparse = any(isinstance(value, tf.IndexedSlices) for value in values)
-    if sparse or shares.workers is not None or not first.dtype.is_floating:
-        return weighted_mean(values, shares)
+    What the towers agree on it is exactly, element by element; empty towers count for nothing,
+    whatever they computed.
+    """
+    if shares.workers is None and not shares.may_be_empty and _are_one(values):
+        return values[0]
+    values = [without_empty(value, tower, shares) for tower, value in enumerate(values)]
+    weighted = shares.across(total(list(map(_times, values, shares.each))))
+    if shares.workers is not None or isinstance(weighted, tf.IndexedSlices):
+        return weighted
     base = first_of_filled(values, shares)
-    return base + weighted_mean([value - base for value in values], shares)
+    agree = functools.reduce(tf.logical_and, [
+        (value == base) | ~shares.filled[tower] for tower, value in enumerate(values)])
+    return tf.where(agree, base, weighted)
+
+
+def _are_one(values: Sequence[Value]) -> bool:
+    """Whether all towers have the same tensors."""
+    first, *others = ([id(part) for part in tf.nest.flatten(value, expand_composites=True)]
+                      for value in values)
+    return all(parts == first for parts in others)
 
 
 EXTREMES = {"max": (tf.maximum, tf.reduce_max), "min": (tf.minimum, tf.reduce_min)}
@@ -189,7 +193,9 @@ def gradients(per_variable: Sequence[Sequence[Value | None] | None], devices: Se
         if rule == "sum":
             return total([without_empty(value, tower, shares)
                           for tower, value in enumerate(full)])
-        return agreed(full, shares) if rule == "agreed" else extreme(rule, full, shares)
+        if rule == "agreed":
+            return there if _are_one(full) else mean(full, shares)
+        return extreme(rule, full, shares)
 
     merged: list[Value | None] = []
     for values, device, rule in zip(per_variable, devices, rules):

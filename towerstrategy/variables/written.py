@@ -57,14 +57,12 @@ def rule_of(variable: Any, outside: bool = False) -> str:
 def value(variable: Any, values: Sequence[Any], shares: shares_lib.Shares,
           outside: bool = False) -> Any:
     """What is written where each tower writes one of ``values``, or they are from outside."""
-    if len(values) == 1 and shares.workers is None:
-        return values[0]
     rule = rule_of(variable, outside)
     with tf.device(homes_lib.home_of(variable)):
         if rule == "sum":
             return merging.total_of_filled(values, shares)
         if rule == "mean":
-            return merging.weighted_mean(values, shares)
+            return merging.mean(values, shares)
         if rule == "first":
             return values[0] if variable._alike_on_all else shares.firsts(values[0])
         return merging.extreme(rule, values, shares)
@@ -99,7 +97,7 @@ def slices(variable: Any, method_name: str, parts: Sequence[tf.IndexedSlices],
             return shares.across(merging.total(kept))
         steps = method_name in _STEPPING or aggregation is Aggregation.MEAN
         if steps and rule_of(variable, outside) == "mean":
-            return merging.weighted_mean(kept, shares)
+            return merging.mean(kept, shares)
         return shares.firsts(kept[0])
 
 
@@ -129,7 +127,7 @@ def value_alone(variable: Any, values: list[Any], shares: shares_lib.Shares,
     if shares.may_be_empty:
         values = [tf.where(shares.filled[tower], written, before)
                   for tower, written in enumerate(values)]
-    return merging.agreed(values, shares)
+    return merging.mean(values, shares)
 
 
 def sizes_of(variable: Any) -> tf.Tensor:
