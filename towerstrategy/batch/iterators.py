@@ -103,7 +103,7 @@ def _check_ends() -> None:
         raise NotImplementedError(text.format("Already"))
 
 
-class TowerIteratorSpec(sub_batches.HashedOnce, tf.data.IteratorSpec):
+class TowerIteratorSpec(tf.data.IteratorSpec):
     """The type spec of :class:`TowerIterator`: as a function's argument it is one, too."""
 
     __slots__ = ["_open_rows", "_agreement"]

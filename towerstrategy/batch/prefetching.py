@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy.batch import iterators, rows as rows_lib, sub_batches
+from towerstrategy.batch import iterators, rows as rows_lib
 from towerstrategy.batch.rows import Nest
 
 _OUT_OF_STEP = (
@@ -157,7 +157,7 @@ def _moves(spec: Any) -> bool:
         and spec.dtype not in (tf.string, tf.int32)
 
 
-class PrefetchedSpec(sub_batches.HashedOnce, tf.TypeSpec):
+class PrefetchedSpec(tf.TypeSpec):
     value_type = property(lambda _: PrefetchedIterator)
 
     def __init__(self, spec: Nest, owners: tuple[int, ...], streams: Any, once: bool,

@@ -36,18 +36,7 @@ def with_any_rows(spec: tf.TypeSpec) -> tf.TypeSpec:
     return type(spec)(shape, spec.dtype)
 
 
-class HashedOnce:
-    """A type spec's hash, kept: a call of a tf.function asks for its arguments' several times."""
-
-    _hash: int | None = None
-
-    def __hash__(self) -> int:
-        if self._hash is None:
-            self._hash = super().__hash__()
-        return self._hash
-
-
-class SubBatchesSpec(HashedOnce, _tf.PerReplicaSpec):
+class SubBatchesSpec(_tf.PerReplicaSpec):
     """The type spec of :class:`SubBatches`: a spec a tower; then, if ``counted``, of row counts."""
 
     value_type = property(lambda _: SubBatches)
