@@ -234,8 +234,7 @@ class TowerExtended(_tf.StrategyExtended):
             return v._get_cross_replica()
         return tf.identity(v)
 
-    def value_container(self, value: Any) -> Any:
-        return _tf.value_container(value)
+    value_container = staticmethod(_tf.value_container)
 
     # The verbs.
 

@@ -28,10 +28,10 @@ class _Shown(reprlib.Repr):
 shown = _Shown().repr
 
 
-def wrong_type(argument: str, given: Any, expected: str) -> TypeError:
-    """The error for an argument of a wrong type."""
-    return TypeError(
-        f"{argument} must be {expected}, but got {shown(given)} of type {type(given).__name__}.")
+def wrong_type(argument: str, given: Any, expected: str, hint: str = "") -> TypeError:
+    """The error for an argument of a wrong type; ``hint`` is what more there is to say."""
+    return TypeError(f"{argument} must be {expected}, but got {shown(given)} of type "
+                     f"{type(given).__name__}.{hint and f' {hint}'}")
 
 
 def check_type(argument: str, given: Any, types: Any, expected: str) -> None:

@@ -13,7 +13,7 @@ from tensorflow.python.distribute import (
     values_util,
 )
 from tensorflow.python.eager import context as eager_context
-from tensorflow.python.framework import composite_tensor, none_tensor, ops as framework_ops
+from tensorflow.python.framework import composite_tensor, ops as framework_ops
 from tensorflow.python.ops import resource_variable_ops, variable_scope
 from tensorflow.python.trackable import base as trackable_base
 from tensorflow.python.util import nest as private_nest
@@ -23,7 +23,6 @@ PerReplica = values_lib.PerReplica
 PerReplicaSpec = values_lib.PerReplicaSpec
 Mirrored = values_lib.Mirrored
 CompositeTensor = composite_tensor.CompositeTensor  # the base of ragged and sparse values
-NoneTensorSpec = none_tensor.NoneTensorSpec  # tf.NoneTensorSpec is not in every release
 # Group per-tower results exactly as TensorFlow groups them.
 regroup = distribute_utils.regroup
 select_replica = distribute_utils.select_replica

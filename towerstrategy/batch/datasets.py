@@ -191,6 +191,7 @@ class TowerDataset(tf.distribute.DistributedDataset):
     # begins, by ``end_of_loop`` when an iterator is no more.
     watcher: Any = None
     _agreement: Any = None  # see :class:`iterators.Steps`
+    _rows_of = staticmethod(sub_batches.rows_of)
 
     def __init__(self, dataset: tf.data.Dataset, mapped: Callable[[Any], TowerDataset],
                  open_rows: bool = False) -> None:
@@ -253,10 +254,6 @@ class TowerDataset(tf.distribute.DistributedDataset):
         count = len(self.fetch.devices)
         return prefetching.Layout(spec, [owner for leaf in tf.nest.flatten(spec)
                                          for owner in prefetching.owners_of(leaf, count)])
-
-    def _rows_of(self, element: Nest) -> Any:
-        """The rows of each tower in an element, a vector; None where none are known."""
-        return sub_batches.rows_of(element)
 
     def reduce(self, initial_state: Nest, reduce_func: Callable[[Nest, Nest], Nest]) -> Nest:
         """Folds ``reduce_func(state, element)`` over the elements (autograph's ``for``)."""

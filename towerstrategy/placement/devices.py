@@ -193,9 +193,8 @@ def _merge(towers: Sequence[str], asked: Any) -> tuple[str, bool]:
     if names.is_listed(asked):
         asked = asked.name
     if not isinstance(asked, str):
-        raise TypeError(
-            f'merge_device must be None, "cpu", "{names.BALANCED}" or a device string, but got '
-            f"{refused.shown(asked)} of type {type(asked).__name__}. {names.devices_here()}")
+        raise refused.wrong_type("merge_device", asked, f'None, "cpu", "{names.BALANCED}" or a '
+                                 "device string", names.devices_here())
     balanced = asked.lower() == names.BALANCED
     name = "CPU:0" if balanced or asked.lower() == "cpu" else asked
     return names.full_name(name, "merge_device", given), balanced and len(towers) > 1
@@ -287,10 +286,8 @@ def _counted(argument: str, devices: Any) -> list[str]:
     try:
         count = names.whole_number(argument, devices)
     except TypeError:
-        raise TypeError(
-            f"{argument} must be None, a count, or a list of GPU ids or device strings, but got "
-            f"{refused.shown(devices)} of type {type(devices).__name__}. {names.devices_here()}"
-        ) from None
+        raise refused.wrong_type(argument, devices, "None, a count, or a list of GPU ids or device "
+                                 "strings", names.devices_here()) from None
     kind = "GPU" if names.gpu_count() else "CPU"
     there = len(tf.config.list_logical_devices(kind))
     if not 1 <= count <= there:

@@ -19,7 +19,7 @@ from keras.src.trainers import trainer as base_trainer
 from towerstrategy import _tensorflow as _tf, contexts
 from towerstrategy._keras import adopting, hooks, training as training_rules
 from towerstrategy._keras.keras3 import names
-from towerstrategy.batch import datasets as datasets_lib, prefetching
+from towerstrategy.batch import datasets as datasets_lib, prefetching, rows as rows_lib
 from towerstrategy.placement import kind
 from towerstrategy.variables import rules
 
@@ -197,7 +197,7 @@ def _batch_spec(element_spec: Any) -> Any:
     """Shapes and dtypes of a batch of any number of rows, from the spec of its sub-batches."""
 
     def whole(spec: Any) -> Any:
-        if isinstance(spec, (_tf.NoneTensorSpec, tf.OptionalSpec)):
+        if rows_lib.is_absent(spec) or isinstance(spec, tf.OptionalSpec):
             return None
         spec = spec._component_specs[0] if isinstance(spec, _tf.PerReplicaSpec) else spec
         shape = spec.shape.as_list()
