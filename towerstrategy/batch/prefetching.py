@@ -192,7 +192,6 @@ class PrefetchedIterator(iterators.Steps, _tf.CompositeTensor, tf.distribute.Dis
     """
 
     _once = False
-    _kept_spec: PrefetchedSpec | None = None
     # TensorFlow takes long to make the streams, and Keras makes more iterators than it reads.
     _streams = property(lambda self: self._made[0])
     _under_way = property(lambda self: self._made[1])
@@ -296,7 +295,7 @@ class PrefetchedIterator(iterators.Steps, _tf.CompositeTensor, tf.distribute.Dis
 
     def read_once(self) -> PrefetchedIterator:
         # What the towers have is then taken where it is read, and does not go through the loop.
-        self._once, self._kept_spec = True, None
+        self._once = True
         return self
 
     def copy_read_once(self) -> PrefetchedIterator:
@@ -334,11 +333,8 @@ class PrefetchedIterator(iterators.Steps, _tf.CompositeTensor, tf.distribute.Dis
 
     @property
     def _type_spec(self) -> PrefetchedSpec:
-        if self._kept_spec is None:
-            self._kept_spec = PrefetchedSpec(
-                self._layout.spec, self._layout.owners, self._streams._type_spec, self._once,
-                self.agreement)
-        return self._kept_spec
+        return PrefetchedSpec(self._layout.spec, self._layout.owners, self._streams._type_spec,
+                              self._once, self.agreement)
 
 
 # Autograph reads each optional's value once, where there is one.
