@@ -1,4 +1,4 @@
-"""split: how many rows each tower gets, and batches that no tower or not each one has rows of.
+"""split: batches that no tower or not each one has rows of.
 
 That every row reaches one tower, in order, is tried by ``parity/fuzz.py``.
 """
@@ -7,24 +7,7 @@ import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
 
-from towerstrategy.batch import datasets as datasets_lib, rows as rows_lib, sub_batches
-
-
-class DealTest(parameterized.TestCase):
-
-    @parameterized.product(rows=[0, 1, 2, 3, 7, 8, 9, 100], towers=[1, 2, 3, 5, 8])
-    def test_deals_all_rows_in_order_within_one(self, rows, towers):
-        """Else rows are lost, doubled, or one tower works while the others wait."""
-        sizes = rows_lib.split_rows(rows, towers)
-        self.assertEqual(sum(sizes), rows)
-        self.assertLessEqual(max(sizes) - min(sizes), 1)
-        self.assertEqual(sizes, sorted(sizes, reverse=True))
-
-    @parameterized.product(rows=[0, 1, 5, 8])
-    def test_tensors_deal_as_ints(self, rows):
-        """Else a pipeline splits differently from eager code."""
-        sizes = rows_lib.split_rows(tf.constant(rows, tf.int64), 4)
-        self.assertEqual(sizes.numpy().tolist(), rows_lib.split_rows(rows, 4))
+from towerstrategy.batch import datasets as datasets_lib, sub_batches
 
 
 def kinds(rows):

@@ -1,4 +1,4 @@
-"""shares=[...]: rows are dealt in proportion wherever they are dealt, and traced once."""
+"""shares=[...]: how many rows each tower gets, in proportion wherever they are dealt."""
 
 import contextlib
 from unittest import mock
@@ -17,7 +17,8 @@ from towerstrategy.batch import rows as rows_lib
 from towerstrategy.placement import devices as devices_lib
 
 KERAS = (("keras", keras), ("tf_keras", tf_keras))
-SHARES = ([3, 1], [1, 2, 5], [1, .001, 1, .001], [1 / 3, 2 / 3], [.1, .2, .7], [7, 1e-9])
+SHARES = ([3, 1], [1, 2, 5], [1, .001, 1, .001], [1 / 3, 2 / 3], [.1, .2, .7], [7, 1e-9],
+          *([1] * towers for towers in (1, 2, 3, 5, 8)))
 
 
 def unequal(*shares, **more):
