@@ -288,7 +288,8 @@ def check_merge(drawn, rows, known):
     check_close(merging.mean(values, shares),
                 (doubles * weights).sum(0) / max(sum(rows), 1),
                 dtype)
-    check_close(merging.total_of_filled(values, shares), (doubles * (weights > 0)).sum(0))
+    check_close(merging.total(merging.without_empty(values, shares)),
+                (doubles * (weights > 0)).sum(0))
 
 
 MERGE_SLICES = {"drawn": sliced_values(), "dense_tower": st.integers(-1, MOST_TOWERS - 1),

@@ -51,7 +51,7 @@ def mean(values: Sequence[Value], shares: shares_lib.Shares) -> Value:
     """
     if shares.workers is None and not shares.may_be_empty and _are_one(values):
         return values[0]
-    values = [without_empty(value, tower, shares) for tower, value in enumerate(values)]
+    values = without_empty(values, shares)
     weighted = shares.across(total(list(map(_times, values, shares.each))))
     if shares.workers is not None or isinstance(weighted, tf.IndexedSlices):
         return weighted
@@ -100,17 +100,10 @@ def first_of_filled(values: Sequence[Value], shares: shares_lib.Shares) -> Value
     return found
 
 
-def total_of_filled(values: Sequence[Value], shares: shares_lib.Shares) -> Value:
-    """The sum of the values of the towers that have rows."""
-    return shares.across(total([without_empty(value, tower, shares)
-                                for tower, value in enumerate(values)]))
-
-
 def filled_slices(values: Sequence[tf.IndexedSlices],
                   shares: shares_lib.Shares) -> list[tf.IndexedSlices]:
     """The towers' slices, none at all of a tower that has no rows."""
-    return [shares_lib.slices_if(shares.filled[tower], value)
-            for tower, value in enumerate(values)]
+    return list(map(shares_lib.slices_if, shares.filled, values))
 
 
 def concat(values: Sequence[Value], axis: int) -> Any:
@@ -136,11 +129,9 @@ def _times(value: Value, share: Any) -> Value:
     return _changed(lambda part: part * tf.cast(share, part.dtype), value)
 
 
-def without_empty(value: Value, tower: int, shares: shares_lib.Shares) -> Value:
-    """``value``, or zeros where ``tower`` has no rows."""
-    if not shares.may_be_empty:
-        return value
-    return kept(shares.filled[tower], value)
+def without_empty(values: Sequence[Value], shares: shares_lib.Shares) -> list[Value]:
+    """The towers' values, with zeros in place of those of towers that have no rows."""
+    return list(map(kept, shares.filled, values) if shares.may_be_empty else values)
 
 
 def kept(filled: Any, value: Value) -> Value:
@@ -191,8 +182,7 @@ def gradients(per_variable: Sequence[Sequence[Value | None] | None], devices: Se
             return there
         full = [kept(False, there) if value is None else value for value in values]
         if rule == "sum":
-            return total([without_empty(value, tower, shares)
-                          for tower, value in enumerate(full)])
+            return total(without_empty(full, shares))
         if rule == "agreed":
             return there if _are_one(full) else mean(full, shares)
         return extreme(rule, full, shares)

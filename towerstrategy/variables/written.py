@@ -60,7 +60,7 @@ def value(variable: Any, values: Sequence[Any], shares: shares_lib.Shares,
     rule = rule_of(variable, outside)
     with tf.device(homes_lib.home_of(variable)):
         if rule == "sum":
-            return merging.total_of_filled(values, shares)
+            return shares.across(merging.total(merging.without_empty(values, shares)))
         if rule == "mean":
             return merging.mean(values, shares)
         if rule == "first":
