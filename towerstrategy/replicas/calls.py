@@ -68,9 +68,9 @@ def call_each(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: An
 
 _WHOLE = (
     "strategy.run was called inside of a function made with tf.function(jit_compile=True). XLA "
-    "compiles a function for one device, and this strategy's towers and merge device are several, "
-    "or not TensorFlow's default device. Give jit_compile=True to the function that strategy.run "
-    "is given: what each tower does between two sync points is compiled then.")
+    "compiles a function for one device, but this strategy has several devices, or another one "
+    "than TensorFlow's default. Set jit_compile=True on the function given to strategy.run "
+    "instead: then XLA compiles what each tower does between two sync points.")
 
 
 @contextlib.contextmanager

@@ -37,9 +37,9 @@ def call(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: Any, kw
 
 
 _OUTSIDE_GRADIENT = (
-    "a gradient is asked for through strategy.run, whose towers ran eagerly, each in a thread that "
-    "a gradient tape outside of it does not see. Put the GradientTape into the function given to "
-    "strategy.run, or call strategy.run, and the tape, in a tf.function.")
+    "cannot take a gradient through strategy.run: the towers ran eagerly, each in a thread of its "
+    "own, whose operations a gradient tape outside does not record. Put the GradientTape into the "
+    "function given to strategy.run, or call strategy.run and the tape in a tf.function.")
 
 
 def _refusing_gradients(strategy: tf.distribute.Strategy, result: Any) -> Any:

@@ -299,10 +299,10 @@ def _problem(plan: Any, op: Op) -> str:
     for field, specs, tensors in (("takes", plan.takes, op.inputs),
                                   ("gives", plan.gives, op.outputs)):
         if len(specs) != len(tensors):
-            return f"must say {len(tensors)} specs in `{field}`, but said {len(specs)}: {specs!r}"
+            return f"must have {len(tensors)} specs in `{field}`, but has {len(specs)}: {specs!r}"
         for spec in specs:
             if not isinstance(spec, kinds):
-                return f"must say specs in `{field}`, but said {spec!r}"
+                return f"must have specs in `{field}`, but has {spec!r}"
     return ""
 
 
