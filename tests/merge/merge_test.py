@@ -72,7 +72,7 @@ class GradientsTest(parameterized.TestCase):
     def test_sums_of_filled_towers(self, rows, known, traced):
         """Else a step with an empty tower is wrong, or one without pays for it."""
         def merged(empty):
-            shares = of_rows(*rows, known=known).prepare()
+            shares = of_rows(*rows, known=known)
             dense = [tf.constant([1., 2.]), empty]
             sparse = [slices([[1.]], [1]), slices([[2.]], [0])]
             result = merging.gradients([dense, None, sparse],

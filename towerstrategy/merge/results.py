@@ -116,13 +116,13 @@ def shares_of(arguments: Sequence[Any],
         if are_rows is None:
             possible.append((_match(argument.values, shares), shares))
         elif are_rows:
-            sure = shares.prepare()
+            sure = shares
     if not possible:
         return sure
     counts = tf.ones([possible[0][1].number], tf.int64) if sure is None else sure.counts()
     for match, shares in reversed(possible):
         counts = tf.where(match, shares.counts(), counts)
-    return shares_lib.Shares.of_counts(counts, workers).prepare()
+    return shares_lib.Shares.of_counts(counts, workers)
 
 
 def _are_rows(values: Sequence[Any], shares: shares_lib.Shares) -> bool | None:

@@ -6,7 +6,6 @@ out: each tower's rows over all rows, and whether it has any.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -35,6 +34,8 @@ class Shares:
     Attributes:
       counted, workers, fed: as given.
       are_known: whether the rows are known while tracing.
+      each: the shares of this machine's towers.
+      filled: whether these have rows, NumPy's bools or scalar bool tensors.
     """
 
     def __init__(self, rows: Sequence[rows_lib.Rows], workers: Workers | None = None,
@@ -42,6 +43,15 @@ class Shares:
         self._rows = list(rows)
         self.workers, self.counted, self.fed = workers, counted, fed
         self.are_known = all(isinstance(count, int) for count in self._rows)
+        if self.are_known:
+            total = max(sum(self._rows), 1)
+            # NumPy's: tf.cast makes a float32 of a Python float first.
+            self.each = [np.float64(count / total) for count in self.here]
+        else:
+            total = tf.cast(tf.maximum(tf.reduce_sum(self.counts()), 1), tf.float64)
+            self.each = [tf.cast(count, tf.float64) / total for count in self.here]
+        self.filled = [np.bool_(count > 0) if isinstance(count, int) else count > 0
+                       for count in self.here]
 
     @classmethod
     def equal(cls, towers: int, workers: Workers | None = None) -> Shares:
@@ -60,12 +70,6 @@ class Shares:
         """The shares of a batch of which the rows of all towers are ``counts``, a vector."""
         known = tf.get_static_value(counts)
         return cls(tf.unstack(counts) if known is None else known.tolist(), workers, True)
-
-    def prepare(self) -> Shares:
-        """Makes the tensors now, in the current graph and on the current device."""
-        if not self.are_known:
-            self.each, self.filled  # noqa: B018
-        return self
 
     # Of all towers of all machines.
 
@@ -90,30 +94,12 @@ class Shares:
 
     # Of this machine's towers.
 
-    def _here(self, values: list[Any]) -> list[Any]:
-        """Of one value a tower, those of this worker's."""
-        if self.workers is None:
-            return values
-        return values[self.workers.first:self.workers.first + self.workers.towers]
-
     @property
     def here(self) -> list[rows_lib.Rows]:
         """Their rows."""
-        return self._here(self._rows)
-
-    @functools.cached_property
-    def each(self) -> list[Any]:
-        """Their shares."""
-        if self.are_known:
-            # NumPy's float64: tf.cast makes a float32 of a Python float first.
-            return [np.float64(count / max(sum(self._rows), 1)) for count in self.here]
-        total = tf.cast(tf.maximum(tf.reduce_sum(self.counts()), 1), tf.float64)
-        return [tf.cast(count, tf.float64) / total for count in self.here]
-
-    @functools.cached_property
-    def filled(self) -> list[Any]:
-        """Whether they have rows, NumPy's bools or scalar bool tensors."""
-        return [np.bool_(count > 0) if isinstance(count, int) else count > 0 for count in self.here]
+        if self.workers is None:
+            return self._rows
+        return self._rows[self.workers.first:self.workers.first + self.workers.towers]
 
     def in_words(self, tower: int) -> str:
         """The rows of ``tower`` in words, for errors; nothing where they are not known."""

@@ -113,7 +113,7 @@ def _shares(strategy: tf.distribute.Strategy, args: Any, kwargs: Any) -> shares_
     leaves, workers = tf.nest.flatten((args, kwargs)), strategy.extended.workers
     for leaf in leaves:
         if isinstance(leaf, sub_batches.SubBatches):
-            return shares_lib.Shares.of_batch(leaf, workers).prepare()
+            return shares_lib.Shares.of_batch(leaf, workers)
     return results.shares_of(leaves, workers) or strategy.extended.equal_shares()
 
 
