@@ -70,7 +70,7 @@ def merging(strategy: tf.distribute.Strategy, value: Any, axis: Any, axes: Seque
         found = [f"{path} of {_name(strategy, tower)} is "
                  + (f"{part.dtype.name} {part.shape}" if tf.is_tensor(part)
                     else refused.shown(part))
-                 for path, leaf in _leaves({"value": value}) if _is_per_replica(leaf)
+                 for path, leaf in _tf.flatten_with_paths({"value": value}) if _is_per_replica(leaf)
                  for tower, part in enumerate(leaf.values)]
         if not found:
             raise
@@ -110,7 +110,7 @@ def check_sharded(strategy: tf.distribute.Strategy, bound: dict[str, Any]) -> No
                                  tf.distribute.DistributedIterator)) for leaf in leaves):
         return
     _check_parts(strategy, bound)
-    for path, leaf in _leaves(bound):
+    for path, leaf in _tf.flatten_with_paths(bound):
         if isinstance(leaf, (tf.distribute.DistributedDataset, tf.distribute.DistributedIterator)):
             raise TypeError(
                 f"{path} is a distributed {'dataset' if hasattr(leaf, '__len__') else 'iterator'}, "
@@ -142,7 +142,7 @@ def _check_parts(strategy: tf.distribute.Strategy, arguments: dict[str, Any]) ->
     leaves = tf.nest.flatten(arguments)
     if all(len(leaf.values) == count for leaf in leaves if _is_per_replica(leaf)):
         return
-    for path, leaf in _leaves(arguments):
+    for path, leaf in _tf.flatten_with_paths(arguments):
         if _is_per_replica(leaf) and len(leaf.values) != count:
             raise ValueError(
                 f"{path} has a part for each of {len(leaf.values)} towers, but {strategy!r} has "
@@ -152,10 +152,6 @@ def _check_parts(strategy: tf.distribute.Strategy, arguments: dict[str, Any]) ->
 
 def _is_per_replica(leaf: Any) -> bool:
     return isinstance(leaf, tf.distribute.DistributedValues) and not _tf.is_variable(leaf)
-
-
-def _leaves(arguments: dict[str, Any]) -> list[tuple[str, Any]]:
-    return list(_tf.flatten_with_paths(arguments, expand_composites=False))
 
 
 def _name(strategy: tf.distribute.Strategy, tower: int) -> str:

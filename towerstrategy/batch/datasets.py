@@ -314,7 +314,7 @@ def _is_batched(spec: Nest) -> bool:
 def check_batched(dataset: Any, batches: Sequence[int] | None = None) -> None:
     """Raises where ``dataset`` is no dataset of batches, see :func:`splitting.split_batch`."""
     refused.check_type("dataset", dataset, tf.data.Dataset, "a tf.data.Dataset")
-    named = [(path, leaf) for path, leaf in zip(*splitting.named_leaves(dataset.element_spec))
+    named = [(path, leaf) for path, leaf in _tf.flatten_with_paths(dataset.element_spec)
              if hasattr(leaf, "shape")]
     for path, leaf in named:
         if leaf.shape.rank == 0:

@@ -34,16 +34,16 @@ def split_batch(batch: Nest, towers: int, cuts: rows_lib.CutRows | None = None,
       cuts: where rows are cut if towers are elsewhere, too, or have unequal shares.
       batches: for each leaf the number of the batch it is of; None where all are of one.
     """
-    paths, leaves = named_leaves(batch)
-    tensors = [_as_batch(path, leaf) for path, leaf in zip(paths, leaves)]
+    named = _tf.flatten_with_paths(batch)
+    tensors = [_as_batch(path, leaf) for path, leaf in named]
     if not any(map(rows_lib.has_rows, tensors)):
-        if any(leaf is not None for leaf in leaves):
+        if any(leaf is not None for leaf in tensors):
             return batch
         raise ValueError("batch has no component with rows to split: got "
                          f"{tf.nest.map_structure(type, batch)!r}.")
-    numbers = batches or [0] * len(leaves)
+    numbers = batches or [0] * len(named)
     split = {each: _splitter([
-        (path, tensor) for path, tensor, number in zip(paths, tensors, numbers)
+        (path, tensor) for (path, _), tensor, number in zip(named, tensors, numbers)
         if number == each and rows_lib.has_rows(tensor)], towers, cuts, each)
         for each in dict.fromkeys(numbers)}
     if towers == 1 and cuts is None:
@@ -79,11 +79,6 @@ def as_batch(grouped: Nest) -> Nest:
     return tf.nest.map_structure(lambda leaf: leaf if id(leaf) not in lengths else (
         sub_batches.SubBatches([part if rows_lib.has_rows(part) else tf.convert_to_tensor(part)
                                 for part in leaf.values])), grouped)
-
-
-def named_leaves(batch: Nest) -> tuple[list[str], list[Any]]:
-    pairs = _tf.flatten_with_paths(batch, expand_composites=False)
-    return [path for path, _ in pairs], [leaf for _, leaf in pairs]
 
 
 def called(path: str) -> str:
