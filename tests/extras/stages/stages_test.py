@@ -177,7 +177,8 @@ class SameTest(parameterized.TestCase):
         for one, other in zip(trained(TowerStrategy([["CPU:1", "CPU:2"]])), trained(None)):
             np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
-    def test_loop_of_ones_own(self):
+    @parameterized.parameters(True, False)
+    def test_loop_of_ones_own(self, trace_once):
         """Else two models that are trained together in a loop are not divided, or not rightly."""
         x = np.random.default_rng(0).random([6, 3]).astype("f")
 
@@ -207,6 +208,7 @@ class SameTest(parameterized.TestCase):
             return [weight.numpy() for weight in weights]
 
         strategy = TowerStrategy([["CPU:1", "CPU:2"]], micro_batches=2)
+        strategy.extended.trace_once = trace_once
         for one, other in zip(trained(strategy), trained(None), strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
@@ -231,6 +233,29 @@ class PlacesTest(parameterized.TestCase):
         else:  # and each weight to the tower that has it not, and its gradient back
             self.assertLess(sum(counted.sent.values()),
                             2 * 2 * activations + 2 * weights + 4 * scalars)
+
+    @parameterized.parameters(True, False)
+    def test_a_function_given_to_run(self, trace_once):
+        """Else a tower in a loop of one's own runs all stages, or their gradients, on one device.
+
+        What has no stage of its own, such as a loss, would take activations back to the first.
+        """
+        strategy = TowerStrategy([["CPU:1", "CPU:2"], ["CPU:3", "CPU:4"]])
+        strategy.extended.trace_once, strategy.extended.keep_graphs = trace_once, True
+        with strategy.scope():
+            model = deep(keras, regularizer=None)
+            model.compile("sgd", "mse")
+        batch = np.ones([8, 8], "f"), np.ones([8, 1], "f")
+        model.train_on_batch(*batch)
+        step = tf.function(lambda *parts: strategy.run(lambda *own: model.train_step(own), parts))
+        graph, found = step.get_concrete_function(*strategy.split(batch)).graph, set()
+        for operation in graph.get_operations():
+            tower, stage = (re.search(scope, operation.name) for scope in (r"tower_(\d)_", STAGE))
+            if operation.type in ("MatMul", "TanhGrad", "Square"):
+                said = int(stage[1]) if stage else 1
+                self.assertEndsWith(operation.device, f"CPU:{1 + 2 * int(tower[1]) + said}")
+                found.add((operation.type, tower[1], said))
+        self.assertLen(found, 2 * 5)
 
     @IN_TURN
     def test_what_is_recomputed(self, kit):

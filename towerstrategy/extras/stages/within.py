@@ -6,15 +6,14 @@ micro-batches put in order.  Where a tower is one device and runs one micro-batc
 
 Layers, and whatever else runs within ``strategy.stage``, have the stage in their name scope, and so
 have their gradients, which TensorFlow makes under the scope of what they are gradients of.  What is
-left goes where most of its data is; of two stages forwards to the last, backwards to the first.  So
-only activations cross from a stage to the next, and their gradients back.  A branch, a loop or a
-nested ``tf.function`` is one operation here: it runs in one stage.
+left :mod:`sharding.staging` places; where towers are traced one by one, it goes to the last stage
+that it needs something of.  A branch, a loop or a nested ``tf.function`` is one operation there: it
+runs in one stage.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
@@ -24,8 +23,6 @@ import tensorflow as tf
 from towerstrategy import _tensorflow as _tf, contexts
 from towerstrategy.extras.stages import order
 from towerstrategy.placement import devices as devices_lib, kind, scopes
-
-_READ = "ReadVariableOp"
 
 
 class Stages(threading.local):
@@ -56,8 +53,9 @@ class Stages(threading.local):
             self.index, self.asked = before
 
     def placer(self, graph: tf.Graph, replica: int) -> Placer:
-        """What puts operations of ``replica`` on the devices of its stages."""
-        return Placer(graph, self._placement, replica)
+        """What puts operations of ``replica``, traced in ``graph``, on its stages' devices."""
+        del graph
+        return Placer(self._placement.row(replica))
 
     def put_in_order(self, graph: tf.Graph, replicas: Sequence[Collection[str]],
                      results: Any) -> None:
@@ -95,55 +93,21 @@ def _recorded_in_its_stage(original: Callable[..., Any], op_type: Any, output_te
 
 
 class Placer:
-    """Puts the operations of one replica on the devices of its stages."""
+    """Puts what one replica does, whose trace is its own, on the devices of its stages."""
 
-    def __init__(self, graph: tf.Graph, placement: devices_lib.Placement, replica: int) -> None:
-        self._graph = graph
-        self._placement = placement
-        self._row = placement.row(replica)
+    def __init__(self, row: Sequence[str]) -> None:
+        self._row = row
         self._stages: dict[str, int] = {}  # by the operation's name
 
     def place(self, operations: Sequence[tf.Operation]) -> None:
-        """Finds the stages of ``operations``, in the order they were made in, and places them."""
-        if len(self._row) == 1:
+        """Places ``operations``, in the order they were made in."""
+        if not self._row[1:]:
             return
-        homes = {inner.name: self._placement.stage_at(outer.device)
-                 for outer, inner in self._graph.captures
-                 if outer.dtype == tf.resource and _tf.is_eager(outer)}
         for operation in operations:
-            self._note(operation, self._find(operation, homes))
-        for operation in reversed(operations):  # constants and the like: where they are needed
-            if operation.name not in self._stages and self._is_free(operation):
-                takers = (taker.name for output in operation.outputs
-                          for taker in output.consumers())
-                self._note(operation, min(
-                    (self._stages[taker] for taker in takers if taker in self._stages),
-                    default=None))
-
-    def _find(self, operation: tf.Operation, homes: dict[str, int | None]) -> int | None:
-        stage = scopes.stage_in(operation.name)
-        if stage is not None:
-            return stage
-        if operation.type == _READ:
-            return homes.get(operation.inputs[0].name)
-        if not self._is_free(operation):
-            return self._row.index(operation.device) if operation.device in self._row else None
-        later = -1 if scopes.GRADIENTS in operation.name else 1
-        known = [(_size(tensor), later * at) for tensor in operation.inputs
-                 if (at := self._stages.get(tensor.op.name)) is not None]
-        return abs(max(known)[1]) if known else None
-
-    def _is_free(self, operation: tf.Operation) -> bool:
-        """Whether nobody but the tower itself has said where it is."""
-        return operation.device in ("", self._row[0])
-
-    def _note(self, operation: tf.Operation, stage: int | None) -> None:
-        if stage is not None:
+            stage = scopes.stage_in(operation.name)
+            if stage is None:
+                stage = max((self._stages.get(tensor.op.name, 0) for tensor in operation.inputs),
+                            default=0)
             self._stages[operation.name] = stage
-            if stage and operation.device == self._row[0]:
+            if stage and operation.device == self._row[0]:  # nobody but the tower has said where
                 _tf.set_device(operation, self._row[stage])
-
-
-def _size(tensor: tf.Tensor) -> int:
-    """The entries of a tensor, one for a size not known."""
-    return math.prod(size or 1 for size in tensor.shape) if tensor.shape.rank else 1
