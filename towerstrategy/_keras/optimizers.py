@@ -15,8 +15,10 @@ from typing import Any
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf, contexts, losses, refused
+from towerstrategy._keras import adopting
 from towerstrategy.merge import merging
 from towerstrategy.placement import homes as homes_lib, scopes
+from towerstrategy.variables.rules import held_variable
 
 
 def _by_share(change: Callable[..., Any], original: Callable[..., Any], loss: Any) -> Any:
@@ -33,8 +35,23 @@ scale_loss = functools.partial(_by_share, losses.scaled)
 unscale_loss = functools.partial(_by_share, losses.unscaled)
 
 
+def apply(optimizer: Any, names: Any, gradients: Sequence[Any], targets: Sequence[Any],
+          update: Callable[[Sequence[Any]], Any], rules: Sequence[str]) -> Any:
+    """``update``, which is Keras' own code, of gradients that are those of all towers.
+
+    In a tower among several they are merged by ``rules``, see :func:`merge_then`; ``targets`` are
+    the variables, Keras' own or TensorFlow's.
+    """
+    adopting.take_optimizer(optimizer, names)
+    tower = contexts.splitting_tower()
+    if tower is None:
+        with _merged_if_alone(gradients):
+            return update(gradients)
+    return merge_then(tower, gradients, list(map(held_variable, targets)), update, rules)
+
+
 @contextlib.contextmanager
-def merged_if_alone(gradients: Sequence[Any]) -> Iterator[None]:
+def _merged_if_alone(gradients: Sequence[Any]) -> Iterator[None]:
     """For an optimizer in the only tower there is, or outside of towers: nothing is to be merged.
 
     Without it Keras would all-reduce the gradients, which it does inside of ``tf.cond`` where it
@@ -74,13 +91,13 @@ def _check_one_copy(strategy: tf.distribute.Strategy, gradients: Sequence[Any]) 
 
 
 def merge_then(tower: contexts.TowerContext, gradients: Sequence[Any], variables_: Sequence[Any],
-               apply: Callable[[list[Any]], Any], rules: Sequence[str]) -> Any:
+               update: Callable[[list[Any]], Any], rules: Sequence[str]) -> Any:
     """Sums the towers' gradients, then runs the optimizer's own single-device code once.
 
     Args:
       tower: where the optimizer was called, with these gradients, tensors, slices or None.
       variables_: the resource variables they belong to.
-      apply: takes the merged gradients; runs in a :class:`contexts.OneReplicaContext`.
+      update: takes the merged gradients; runs in a :class:`contexts.OneReplicaContext`.
       rules: how gradients are merged, one a variable: "sum"; "agreed" where the caller has merged
         them; "max" where one is the next value of its variable (in float8 layers).
 
@@ -104,7 +121,7 @@ def merge_then(tower: contexts.TowerContext, gradients: Sequence[Any], variables
              for value in grouped], homes, tower.shares,
             [rule if total is None else "total" for total, rule in zip(totals, rules)])
         with contexts.OneReplicaContext(strategy), tf.name_scope(scopes.UPDATE):
-            return apply(one_each)
+            return update(one_each)
 
     return tower.merge_call(merged, args=tuple(
         value if total is None else total for value, total in zip(gradients, totals)))

@@ -5,17 +5,13 @@ Goes in: Keras' own function.  Comes out: the same, right in towers of a ``Tower
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-import keras
-import tensorflow as tf
 from keras.src.backend.tensorflow import optimizer as tf_optimizer
 from keras.src.optimizers import adam, sgd
 
-from towerstrategy import contexts
-from towerstrategy._keras import adopting, one_pass, optimizers as optimizers_rules
+from towerstrategy._keras import one_pass, optimizers as optimizers_rules
 from towerstrategy._keras.keras3 import names
 from towerstrategy.placement import kind
 from towerstrategy.variables import rules
@@ -29,35 +25,14 @@ _KERNELS: dict[Any, one_pass.Rule] = {
 
 def apply(original: Callable[..., Any], self: Any, grads: Any,
           trainable_variables: Any = None) -> Any:
-    adopting.take_optimizer(self, names)
-    tower, grads = contexts.splitting_tower(), list(grads)
-    if tower is None:
-        with _in_own_scope(self, trainable_variables), optimizers_rules.merged_if_alone(grads):
-            return original(self, grads, trainable_variables)
-    targets = list(self._trainable_variables if trainable_variables is None
-                   else trainable_variables)
+    grads, targets = list(grads), list(
+        self._trainable_variables if trainable_variables is None else trainable_variables)
     both = min(len(grads), len(targets))  # of other numbers Keras is to say what is wrong
-    targets = targets[:both]
-    return optimizers_rules.merge_then(
-        tower, grads[:both], list(map(rules.held_variable, targets)),
+    return optimizers_rules.apply(
+        self, names, grads[:both], targets[:both],
         lambda merged: original(self, [*merged, *grads[both:]], trainable_variables),
         ["max" if getattr(target, "overwrite_with_gradient", False) else "sum"
-         for target in targets])
-
-
-@contextlib.contextmanager
-def _in_own_scope(optimizer: Any, targets: Any) -> Iterator[None]:
-    """Within, an optimizer that is called in no strategy's scope is in its own, and built there."""
-    strategy = getattr(optimizer, names.OWNER_OF_OPTIMIZER)
-    if tf.distribute.has_strategy() or not kind.is_tower_strategy(strategy):
-        yield
-        return
-    if targets is not None and not optimizer.built:
-        with tf.init_scope(), strategy.scope(), \
-                keras.name_scope(optimizer.name, caller=optimizer):
-            optimizer.build(list(targets))
-    with strategy.scope():
-        yield
+         for target in targets[:both]])
 
 
 def distributed_update_step(original: Callable[..., Any], self: Any, distribution: Any,

@@ -13,7 +13,7 @@ import tensorflow as tf
 from tf_keras.src.optimizers import adam, adamw, sgd
 
 from towerstrategy import _tensorflow as _tf, contexts
-from towerstrategy._keras import adopting, hooks, one_pass, optimizers as optimizers_rules
+from towerstrategy._keras import hooks, one_pass, optimizers as optimizers_rules
 from towerstrategy._keras.tf_keras import names
 from towerstrategy.placement import kind
 from towerstrategy.variables import rules
@@ -35,19 +35,10 @@ def get_reduction(original: Callable[..., Any], self: Any) -> Any:
 
 def apply_gradients(original: Callable[..., Any], self: Any, grads_and_vars: Any, *args: Any,
                     **kwargs: Any) -> Any:
-    tower = contexts.splitting_tower()
-    if tower is None and contexts.outside_of_towers() is not None:
-        grads_and_vars = list(grads_and_vars)
-        with optimizers_rules.merged_if_alone([gradient for gradient, _ in grads_and_vars]):
-            return original(self, grads_and_vars, *args, **kwargs)
-    adopting.take_optimizer(self, names)
-    if tower is None:
-        return original(self, grads_and_vars, *args, **kwargs)
     grads_and_vars = list(grads_and_vars)
     targets = [target for _, target in grads_and_vars]
-    return optimizers_rules.merge_then(
-        tower, [gradient for gradient, _ in grads_and_vars],
-        list(map(rules.held_variable, targets)),
+    return optimizers_rules.apply(
+        self, names, [gradient for gradient, _ in grads_and_vars], targets,
         lambda merged: original(self, list(zip(merged, targets)), *args, **kwargs),
         ["agreed" if _are_merged(original, args, kwargs) else "sum"] * len(targets))
 
