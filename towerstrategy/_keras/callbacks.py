@@ -25,11 +25,9 @@ import tensorflow as tf
 class Callback:
     """A callback of either Keras that looks at epochs and not at batches."""
 
-    # Keras 3 (callbacks/callback_list.py): it does not wait for the batch's logs because of us.
-    async_safe = True
-    # tf_keras (callbacks.py) likewise.
-    _supports_tf_logs = True
-    _chief_worker_only = None
+    # Neither Keras waits for a batch's logs because of us (callbacks/callback_list.py of Keras 3,
+    # callbacks.py of tf_keras).
+    async_safe = _supports_tf_logs = True
 
     params: dict[str, Any] | None = None
     model: Any = None
@@ -40,17 +38,11 @@ class Callback:
     def set_model(self, model: Any) -> None:
         self.model = model
 
-    def _nothing(self, *args: Any, **kwargs: Any) -> None:
-        """None, which is false: no hook of batches is implemented."""
-
-    _implements_train_batch_hooks = _implements_test_batch_hooks = _nothing
-    _implements_predict_batch_hooks = _nothing
-
-
-for _event in ("batch", "train_batch", "test_batch", "predict_batch", "epoch", "train", "test",
-               "predict"):
-    for _when in ("begin", "end"):
-        setattr(Callback, f"on_{_event}_{_when}", Callback._nothing)
+    def __getattr__(self, name: str) -> Any:
+        """All other events do nothing; None, which is false, says so where tf_keras asks."""
+        if name.startswith(("on_", "_implements_")):
+            return lambda *_, **__: None
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
 
 def with_methods(callback: Any, methods: type) -> Any:
