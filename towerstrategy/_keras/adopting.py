@@ -98,9 +98,7 @@ def adopt_state(strategy: tf.distribute.Strategy, model: Any,
                 names: Any) -> tuple[list[Any], list[Any]]:
     """Adopts all variables that there are; returns those with one copy and the tower-local ones."""
     metrics, optimizers = state.metrics_of(model, names), state.optimizers_of(model, names)
-    held = state.variables_of(model, names)
-    for optimizer in optimizers:
-        held += state.optimizer_variables(optimizer)
+    held = state.saved_variables(model, names)
     check_variables(strategy, model, [*held, *(rules.held_variable(
         variable) for metric in metrics for variable in names.variables_of(metric))])
     for optimizer in optimizers:
@@ -151,13 +149,10 @@ def check_variables(strategy: tf.distribute.Strategy, model: Any, held: Iterable
 
 def adopt_variables(strategy: tf.distribute.Strategy, held: Iterable[Any]) -> list[Any]:
     """Makes resource variables the strategy's own, in place; returns those with one copy."""
-    resident = list({id(variable): variable for variable in held
-                     if isinstance(variable, _tf.BaseResourceVariable)}.values())
+    resident = state.resident(held)
     new = [variable for variable in resident if not isinstance(variable, one_copy.TowerVariable)]
     if strategy.extended.workers is not None:
-        values = strategy.extended.workers.chiefs([variable.read_value() for variable in new])
-        for variable, value in zip(new, values):
-            variable.assign(value)
+        state.take_chiefs(strategy.extended.workers, new)
     for variable in new:
         one_copy.into_tower_variable(variable, strategy)
     return resident

@@ -6,10 +6,13 @@ read, where what is not trained by gradients is kept, and how towers' writes are
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
+from towerstrategy import _tensorflow as _tf
+from towerstrategy.placement.workers import Workers
 from towerstrategy.variables import rules
 
 Line = tuple[str, str, str]
@@ -43,6 +46,26 @@ def optimizer_variables(optimizer: Any) -> list[Any]:
     held = optimizer.variables  # a method of tf_keras' old ones
     return list(map(rules.held_variable,
                     held() if callable(held) and not isinstance(held, list) else held))
+
+
+def saved_variables(model: Any, names: Any) -> list[Any]:
+    """The variables that the weights' files hold: of the model, then of its optimizers."""
+    return [*variables_of(model, names), *(
+        variable for optimizer in optimizers_of(model, names)
+        for variable in optimizer_variables(optimizer))]
+
+
+def resident(variables: Iterable[Any]) -> list[Any]:
+    """Those of ``variables`` that are resource variables, each once."""
+    return list({id(variable): variable for variable in variables
+                 if isinstance(variable, _tf.BaseResourceVariable)}.values())
+
+
+def take_chiefs(workers: Workers, variables: Sequence[Any]) -> None:
+    """Gives variables, the same on every machine, the first machine's values."""
+    values = workers.chiefs([variable.read_value() for variable in variables])
+    for variable, value in zip(variables, values):
+        variable.assign(value)
 
 
 def lines(strategy: tf.distribute.Strategy, model: Any, names: Any) -> list[Line]:

@@ -15,7 +15,6 @@ from typing import Any
 import tensorflow as tf
 from keras.src.callbacks import backup_and_restore, csv_logger, model_checkpoint, tensorboard
 
-from towerstrategy import _tensorflow as _tf
 from towerstrategy._keras import callbacks as callbacks_lib, state, training
 from towerstrategy._keras.keras3 import names
 from towerstrategy.placement.workers import Workers
@@ -100,12 +99,4 @@ def _hand_on(callback: Any, workers: Workers) -> None:
     if model.optimizer is not None and not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)
     model._initial_epoch = epoch
-    # Those that save_weights saves.
-    kept = [*state.variables_of(model, names), *(
-        variable for part in state.optimizers_of(model, names)
-        for variable in state.optimizer_variables(part))]
-    variables = list({id(variable): variable for variable in kept
-                      if isinstance(variable, _tf.BaseResourceVariable)}.values())
-    values = workers.chiefs([variable.read_value() for variable in variables])
-    for variable, value in zip(variables, values):
-        variable.assign(value)
+    state.take_chiefs(workers, state.resident(state.saved_variables(model, names)))
