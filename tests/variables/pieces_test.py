@@ -104,7 +104,8 @@ class PiecesTest(parameterized.TestCase):
         third = 22 if aggregation is Aggregation.ONLY_FIRST_REPLICA else 8
         self.assertEqual(v.numpy().tolist(), [2, middle, third, 23, 24])
 
-    def test_agreed_elements_stay_exact(self):
+    @parameterized.parameters(.1, np.inf)
+    def test_agreed_elements_stay_exact(self, value):
         """Else writing one value from all towers rounds it, and a buffer drifts."""
         strategy = towerstrategy.TowerStrategy(3)
         with strategy.scope():
@@ -112,10 +113,10 @@ class PiecesTest(parameterized.TestCase):
 
         def replica(x):
             number = tf.distribute.get_replica_context().replica_id_in_sync_group
-            v[:4 + number].assign(tf.fill([4 + number], .1) + 0 * x[0])
+            v[:4 + number].assign(tf.fill([4 + number], value) + 0 * x[0])
 
         strategy.run(tf.function(replica), (split_of([3, 2, 2]),))
-        self.assertEqual(v.numpy().tolist(), [np.float32(.1)] * 6 + [0, 0])
+        self.assertEqual(v.numpy().tolist(), [np.float32(value)] * 6 + [0, 0])
 
     def test_index_out_of_range_is_an_error(self):
         """Else a wrong index writes somewhere else without a word."""

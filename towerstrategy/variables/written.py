@@ -206,7 +206,8 @@ def _merged(rule: str, parts: Sequence[tf.IndexedSlices],
     if rule == "first":
         return tf.IndexedSlices(firsts, positions)
     values, share = tf.unstack(written.values, axis=1)
-    base = firsts[:, 0]
-    beside = tf.math.unsorted_segment_sum((values - tf.gather(base, place)) * share, place, count)
-    whole = tf.math.unsorted_segment_sum(share, place, count)
-    return tf.IndexedSlices(base + tf.math.divide_no_nan(beside, whole), positions)
+    sums = tf.math.unsorted_segment_sum(tf.stack([values * share, share], 1), place, count)
+    differ = tf.math.unsorted_segment_max(
+        tf.cast(values != tf.gather(firsts[:, 0], place), tf.int32), place, count) > 0
+    return tf.IndexedSlices(tf.where(differ, tf.math.divide_no_nan(sums[:, 0], sums[:, 1]),
+                                     firsts[:, 0]), positions)
