@@ -15,11 +15,12 @@ A backup is written beside the last one.  Renaming the weights is the moment fro
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
+
+from towerstrategy._keras import hooks
 
 
 class Callback:
@@ -61,7 +62,8 @@ def save_backup(callback: Any, original: Callable[[], None]) -> None:
         for path in (weights, metadata):
             if tf.io.gfile.exists(path):
                 tf.io.gfile.copy(path, f"{path}.bkp", overwrite=True)
-    with _beside(callback) as (new_weights, new_metadata):
+    new_weights, new_metadata = _beside(callback)
+    with hooks.having(callback, _weights_path=new_weights, _training_metadata_path=new_metadata):
         original()
     tf.io.gfile.rename(new_weights, weights, overwrite=True)
     tf.io.gfile.rename(new_metadata, metadata, overwrite=True)
@@ -69,9 +71,7 @@ def save_backup(callback: Any, original: Callable[[], None]) -> None:
 
 def clean_backup(callback: Any) -> None:
     """Finishes or throws away what a run has left that was killed while it saved."""
-    metadata = callback._training_metadata_path
-    with _beside(callback) as (new_weights, new_metadata):
-        pass
+    new_weights, new_metadata = _beside(callback)
     _remove(_doomed(callback.backup_dir))
     if not tf.io.gfile.exists(new_metadata):
         return
@@ -79,7 +79,13 @@ def clean_backup(callback: Any) -> None:
         tf.io.gfile.remove(new_metadata)  # before the weights: alone it would be taken for whole
         tf.io.gfile.remove(new_weights)
     else:
-        tf.io.gfile.rename(new_metadata, metadata, overwrite=True)
+        tf.io.gfile.rename(new_metadata, callback._training_metadata_path, overwrite=True)
+
+
+def _beside(callback: Any) -> tuple[str, str]:
+    """The names of what is written beside the callback's two files."""
+    return (f"{callback._weights_path.removesuffix('.weights.h5')}.new.weights.h5",
+            f"{callback._training_metadata_path}.new")
 
 
 def delete_backup(folder: str) -> None:
@@ -88,18 +94,6 @@ def delete_backup(folder: str) -> None:
     if tf.io.gfile.exists(folder):
         tf.io.gfile.rename(folder, _doomed(folder))
         _remove(_doomed(folder))
-
-
-@contextlib.contextmanager
-def _beside(callback: Any) -> Iterator[tuple[str, str]]:
-    """Within, the callback's two files have these names."""
-    weights, metadata = callback._weights_path, callback._training_metadata_path
-    names = f"{weights.removesuffix('.weights.h5')}.new.weights.h5", f"{metadata}.new"
-    callback._weights_path, callback._training_metadata_path = names
-    try:
-        yield names
-    finally:
-        callback._weights_path, callback._training_metadata_path = weights, metadata
 
 
 def _doomed(folder: Any) -> str:

@@ -20,7 +20,7 @@ import numpy as np
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf, contexts
-from towerstrategy._keras import state
+from towerstrategy._keras import hooks, state
 from towerstrategy.placement import homes as homes_lib, kind
 
 # Attributes of layers, MADE of the nodes of functional models, too: stages that were said by hand.
@@ -120,18 +120,13 @@ def _stage_in_tower(strategy: tf.distribute.Strategy,
         yield
         return
     outermost = tower.stage_run is None
-    if outermost:
-        tower.stage_run = Run(settle(strategy, layer, names))
-    try:
-        run = tower.stage_run
-        stage = run.stage_of(layer)
-        with contextlib.nullcontext() if stage is None else stages.within(stage):
-            yield
-        if outermost and isinstance(layer, names.TRAINER):
-            _check_entered(strategy, layer, run.entered, names)
-    finally:
-        if outermost:
-            tower.stage_run = None
+    run = Run(settle(strategy, layer, names)) if outermost else tower.stage_run
+    stage = run.stage_of(layer)
+    with hooks.having(tower, stage_run=run), \
+            contextlib.nullcontext() if stage is None else stages.within(stage):
+        yield
+    if outermost and isinstance(layer, names.TRAINER):
+        _check_entered(strategy, layer, run.entered, names)
 
 
 def _check_entered(strategy: tf.distribute.Strategy, model: Any, entered: set[int],
