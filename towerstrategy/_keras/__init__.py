@@ -31,10 +31,7 @@ _FOREIGN = tuple(f"keras.src.backend.{name}.trainer"
                  for name in ("jax", "torch", "numpy", "openvino"))
 _REFUSED = "keras.src.trainers.trainer"  # the class of their models is there
 
-# Kerases that are hooked -> their ``hooks``; those hooked for stages, too; whether _REFUSED is.
-_installed: dict[str, Any] = {}
-_staged: set[str] = set()
-_refuses: list[str] = []
+_installed: dict[str, Any] = {}  # Kerases that are hooked -> their ``hooks``
 
 
 class Scope:
@@ -61,7 +58,7 @@ class Scope:
 
 
 def install_hooks() -> None:
-    """Hooks each Keras that has been imported, once; for stages once a strategy has them."""
+    """Hooks each Keras that has been imported; for stages, too, once a strategy has them."""
     for package, last_module in _LAST.items():
         if package not in _installed and _imported(package, last_module):
             with _naming_versions(package):
@@ -73,16 +70,14 @@ def install_hooks() -> None:
                 if issubclass(type(made), names.MODEL) \
                         and kind.is_tower_strategy(vars(made).get(names.OWNER)):
                     hooks.enter_with(made, names.ENTRIES)
-        if kind.staged and package in _installed and package not in _staged:
+        if kind.staged and package in _installed:
             with _naming_versions(package):
                 hooks.install(_installed[package].STAGES)
-            _staged.add(package)
-    if not _refuses and any(_imported("keras", module) for module in _FOREIGN):
+    if any(_imported("keras", module) for module in _FOREIGN):
         module = sys.modules[_REFUSED]
         model = module.BaseTrainer if hasattr(module, "BaseTrainer") else module.Trainer
         hooks.install({(model, "compile"): hooks.Hook(
             _compile_elsewhere, "on another backend than TensorFlow it knows no strategy")})
-        _refuses.append(_REFUSED)
 
 
 def _compile_elsewhere(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:

@@ -34,7 +34,11 @@ _in_models: dict[tuple[Any, str], Hook] = {}
 
 
 def install(table: Mapping[tuple[Any, str], Hook]) -> None:
-    """Has every name of ``table`` wrapped, or none: ``AttributeError`` where one is not there."""
+    """Has every name of ``table`` wrapped, if it is not yet.
+
+    Raises:
+      AttributeError: a name is not there; none is wrapped then.
+    """
     for owner, name in table:
         if name not in owner.__dict__:
             raise AttributeError(f"{_tf.owner_name(owner)}.{name}")
