@@ -173,6 +173,26 @@ class UpdateTest(parameterized.TestCase):
         trained(keras, lambda _: Watched(0.1), two_towers())
         self.assertNotEmpty(written)
 
+    @parameterized.parameters("function", "run", "outside")
+    def test_variables_that_are_iterated_over_once(self, where):
+        """Else a generator, which Keras takes, is empty when it gets there, and nothing trains."""
+        strategy = two_towers()
+        with strategy.scope():
+            variable, optimizer = tf.Variable([1., 2.]), keras.optimizers.SGD(0.5)
+            optimizer.build([variable])
+
+        def step():
+            optimizer.apply((part for part in [tf.ones([2])]), (part for part in [variable]))
+
+        if where == "outside":
+            with strategy.scope():
+                step()
+        else:
+            run = strategy.function(step) if where == "function" else tf.function(
+                lambda: strategy.run(step))
+            run()
+        np.testing.assert_array_equal(variable, [0, 1] if where == "run" else [.5, 1.5])
+
     def test_numbers_are_made_once_a_home(self):
         """Else each of hundreds of variables raises the rates to the step's power anew."""
         operations = trained(keras, KERNELS["adam"], two_towers())[1]

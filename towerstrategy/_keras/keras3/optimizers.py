@@ -25,8 +25,10 @@ _KERNELS: dict[Any, one_pass.Rule] = {
 
 def apply(original: Callable[..., Any], self: Any, grads: Any,
           trainable_variables: Any = None) -> Any:
-    grads, targets = list(grads), list(
-        self._trainable_variables if trainable_variables is None else trainable_variables)
+    grads = list(grads)
+    if trainable_variables is not None:
+        trainable_variables = list(trainable_variables)
+    targets = self._trainable_variables if trainable_variables is None else trainable_variables
     both = min(len(grads), len(targets))  # of other numbers Keras is to say what is wrong
     return optimizers_rules.apply(
         self, names, grads[:both], targets[:both],
