@@ -43,7 +43,7 @@ class Modes(threading.local):
     adopts = False  # whether variables that are not the strategy's yet are to be adopted
     watch: Any = None  # what looks at the steps of a model's training, where something does
 
-    within = hooks.having
+    within = hooks.patched
 
 
 class TowerExtended(_tf.StrategyExtended):

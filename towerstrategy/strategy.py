@@ -322,7 +322,7 @@ class TowerStrategy(kind.Kind):
         ['CPU:0', 'CPU:0', 'CPU:1', 'CPU:1']
         """
         arguments.check_stage(self, index)
-        return self.extended.stages.within(int(index), asked=True)
+        return self.extended.stages.within(int(index), chosen=True)
 
     def merge_rule(self, variable: Any, rule: Literal["max", "min"]) -> None:
         """Says that of a variable's values the towers' largest, or smallest, counts.

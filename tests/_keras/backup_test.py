@@ -154,7 +154,7 @@ class BackupTest(parameterized.TestCase):
                        if isinstance(value, str)} for callback in callbacks]
             broken = made.LambdaCallback(on_epoch_end=mock.Mock(side_effect=ValueError("broken")))
             machines = types.SimpleNamespace(is_chief=is_chief)
-            with mock.patch.object(callbacks_lib, "_hand_on"), \
+            with mock.patch.object(callbacks_lib, "_send_backup"), \
                     mock.patch.object(self.model.distribute_strategy.extended, "workers", machines):
                 for failing in (False, True):
                     with self.model.distribute_strategy.scope():

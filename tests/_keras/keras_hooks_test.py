@@ -29,9 +29,9 @@ def numbers(version):
 
 def hooked_names():
     for package, table in TABLES.items():
-        for (owner, name), why in table.items():
+        for (owner, name), hook in table.items():
             label = f"{package}_{owner.__name__}_{name}".replace(".", "_")
-            yield label, package, owner, name, why
+            yield label, package, owner, name, hook
 
 
 class HooksTest(parameterized.TestCase):
@@ -42,16 +42,16 @@ class HooksTest(parameterized.TestCase):
         self.enter_context(_tf.at_work())
 
     @parameterized.named_parameters(*hooked_names())
-    def test_stands_where_we_hook_it(self, package, owner, name, why):
+    def test_stands_where_we_hook_it(self, package, owner, name, hook):
         """Else a new release trains wrongly, because a hook of ours is never called."""
         hooked = owner.__dict__[name]
-        if why.in_models:
+        if hook.in_models:
             self.assertFalse(hasattr(hooked, MARK))
             self.assertIn(name, ENTRIES[package])
             return
         original = getattr(hooked, MARK)
         self.assertEqual(original.__module__.split(".")[0], package)
-        self.assertNotEmpty(why)
+        self.assertNotEmpty(hook.reason)
         self.assertIsNot(inspect.unwrap(hooked), hooked)
         self.assertEqual(inspect.signature(hooked), inspect.signature(original))
         if name == "__init__":  # of which Keras asks in this way, too
@@ -122,12 +122,12 @@ class HooksTest(parameterized.TestCase):
             strategy = towerstrategy.TowerStrategy(1)
         (hook,) = install.call_args.args[0].values()
         compiled, model = mock.Mock(), keras.Sequential(name="model")
-        hook.instead(compiled, model, "sgd", loss="mse")
+        hook.replacement(compiled, model, "sgd", loss="mse")
         compiled.assert_called_once_with(model, "sgd", loss="mse")
         with strategy.scope(), mock.patch.object(keras.src.backend, "backend", lambda: "jax"), \
                 self.assertRaisesRegex(
                     ValueError, "model 'model' is compiled in .*runs on 'jax'.*KERAS_BACKEND"):
-            hook.instead(compiled, model, "sgd")
+            hook.replacement(compiled, model, "sgd")
 
     @parameterized.parameters((keras, keras3_names), (tf_keras, tf_keras_names))
     def test_attributes_are_called_as_names_say(self, kit, names):

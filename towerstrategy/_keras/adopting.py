@@ -1,8 +1,8 @@
-"""Adopting: a model that was built anywhere becomes a strategy's, in both Kerases.
+"""Adopting a model, built in any scope or none, into a strategy; the same for both Kerases.
 
-Goes in: a strategy, a model, and how the model's Keras names things (``keras3.names`` or
-``tf_keras.names``).  Comes out: the same model, or a second handle on it, whose variables,
-optimizers and metrics are the strategy's; or an error before anything has changed.
+Goes in: a strategy, a model, and the names of the model's Keras (``keras3.names`` or
+``tf_keras.names``).  Comes out: the same model, or a twin of it, whose variables, optimizers and
+metrics are the strategy's; or an error before anything has changed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from towerstrategy.placement import kind
 from towerstrategy.variables import one_copy, rules
 
 _log = logging.getLogger("towerstrategy")
-# Of steps, in tf_keras' models.
+# The attributes of tf_keras' models that count steps.
 _COUNTERS = ("_train_counter", "_test_counter", "_predict_counter")
 _MISSING = object()
 
@@ -31,16 +31,16 @@ def adopt(strategy: tf.distribute.Strategy, model: Any, names: Any) -> Any:
     check_owner(strategy, f"model {model.name!r}", getattr(model, names.OWNER))
     resident, local = adopt_state(strategy, model, names)
     setattr(model, names.OWNER, strategy)
-    hooks.enter_with(model, names.ENTRIES)
+    hooks.wrap_methods(model, names.ENTRIES)
     strategy.extended.homes.spread(resident)
-    # Functions traced before know nothing of towers.
-    forget_functions(model)
+    forget_functions(model)  # those traced before do not run on towers
     _log.info("adopted model %r for %s: %s variables with one copy, %s tower-local ones",
               model.name, strategy.extended.placement.title, len(resident), len(local))
     return model
 
 
 def forget_functions(model: Any) -> None:
+    """Drops the model's train, test and predict functions; Keras makes and traces new ones."""
     for name in ("train_function", "test_function", "predict_function", "train_tf_function"):
         if name in vars(model):
             setattr(model, name, None)
@@ -50,45 +50,45 @@ def make_twin(strategy: tf.distribute.Strategy, model: Any, names: Any) -> Any:
     """A second handle on ``model`` that trains on the strategy's towers."""
     check_owner(strategy, f"model {model.name!r}", getattr(model, names.OWNER))
     check_variables(strategy, model, state.variables_of(model, names))
-    return adopt(strategy, _twin_of(model, names), names)
+    return adopt(strategy, _new_twin(model, names), names)
 
 
-def _twin_of(model: Any, names: Any) -> Any:
+def _new_twin(model: Any, names: Any) -> Any:
     """A twin of ``model``: another object of its class, with a training state of its own.
 
-    All that makes the model what it is is shared, so that it saves as the model does; what
-    ``compile`` and ``fit`` set is not.  It builds the model where that is built when it is first
-    used.
+    The attributes that ``compile`` and ``fit`` set are its own.  It shares all others, so it saves
+    the same files as the model.  Building the twin builds the model.
     """
-    own = names.TRAINING_STATE
+    training_state = names.TRAINING_STATE
     twin = object.__new__(type(model))
-    seen = {name: value for name, value in vars(model).items() if name not in own}
-    vars(twin).update(seen, **{name: value for name, value in vars(names.TRAINER()).items()
-                               if name in own and name not in names.ENTRIES})
-    if "_checkpoint" in vars(twin):  # tf_keras'
+    shared = {name: value for name, value in vars(model).items() if name not in training_state}
+    vars(twin).update(shared, **{name: value for name, value in vars(names.TRAINER()).items()
+                                 if name in training_state and name not in names.ENTRIES})
+    if "_checkpoint" in vars(twin):  # of tf_keras
         vars(twin)["_checkpoint"] = tf.train.Checkpoint(root=weakref.ref(twin))
-    _tf.share_dependencies(twin, model, own)
+    _tf.share_dependencies(twin, model, training_state)
 
-    def follow() -> None:
-        """Takes over what building has changed in the model."""
+    def share_changes() -> None:
+        """Copies to the twin the attributes of the model that building has changed."""
         for name, value in list(vars(model).items()):
-            before = seen.get(name, _MISSING)
-            changed = name not in own and value is not before
+            before = shared.get(name, _MISSING)
+            changed = name not in training_state and value is not before
             if changed and vars(twin).get(name, _MISSING) is before:
-                seen[name] = vars(twin)[name] = value
-        _tf.share_dependencies(twin, model, own)
+                shared[name] = vars(twin)[name] = value
+        _tf.share_dependencies(twin, model, training_state)
 
     for name in names.BUILDERS:
         if hasattr(model, name):
-            vars(twin)[name] = _handed_on(getattr(model, name), follow)
+            vars(twin)[name] = _followed_by(share_changes, getattr(model, name))
     return twin
 
 
-def _handed_on(method: Callable[..., Any], follow: Callable[[], None]) -> Callable[..., Any]:
+def _followed_by(action: Callable[[], None], method: Callable[..., Any]) -> Callable[..., Any]:
+    """``method``, which then calls ``action``."""
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
         result = method(*args, **kwargs)
-        follow()
+        action()
         return result
 
     return call
@@ -96,10 +96,10 @@ def _handed_on(method: Callable[..., Any], follow: Callable[[], None]) -> Callab
 
 def adopt_state(strategy: tf.distribute.Strategy, model: Any,
                 names: Any) -> tuple[list[Any], list[Any]]:
-    """Adopts all variables that there are; returns those with one copy and the tower-local ones."""
+    """Adopts a model's existing variables; returns those with one copy and the tower-local ones."""
     metrics, optimizers = state.metrics_of(model, names), state.optimizers_of(model, names)
-    held = state.saved_variables(model, names)
-    check_variables(strategy, model, [*held, *(rules.held_variable(
+    saved = state.saved_variables(model, names)
+    check_variables(strategy, model, [*saved, *(rules.held_variable(
         variable) for metric in metrics for variable in names.variables_of(metric))])
     for optimizer in optimizers:
         check_owner(strategy, f"optimizer {getattr(optimizer, 'name', '')!r} of model "
@@ -107,14 +107,14 @@ def adopt_state(strategy: tf.distribute.Strategy, model: Any,
     for optimizer in optimizers:
         set_owner(optimizer, strategy)
     local = [variable for metric in metrics for variable in names.adopt_metric(strategy, metric)]
-    resident = adopt_variables(strategy, held)
+    resident = adopt_variables(strategy, saved)
     stages.settle(strategy, model, names)
     adopt_variables(strategy, [vars(model).get(name) for name in _COUNTERS])
     return resident, local
 
 
-def take_optimizer(optimizer: Any, names: Any) -> None:
-    """Makes an optimizer that is called in a tower its strategy's, if no strategy has it."""
+def adopt_optimizer(optimizer: Any, names: Any) -> None:
+    """Adopts an optimizer that is called in a tower, if it belongs to no strategy yet."""
     context = contexts.current()
     if context is not None:
         check_owner(context.strategy, f"optimizer {getattr(optimizer, 'name', '')!r}",
@@ -123,16 +123,17 @@ def take_optimizer(optimizer: Any, names: Any) -> None:
 
 
 def set_owner(optimizer: Any, strategy: tf.distribute.Strategy) -> None:
-    # tf_keras' LossScaleOptimizer has none of its own and asks the one inside.
+    """Sets an optimizer's strategy."""
+    # tf_keras' LossScaleOptimizer has no such attribute; it asks its inner optimizer.
     if "_distribution_strategy" in vars(optimizer):
         optimizer._distribution_strategy = strategy
 
 
 def check_owner(strategy: tf.distribute.Strategy, what: str,
                 owner: tf.distribute.Strategy | None) -> None:
-    """Raises ``ValueError`` where ``what`` belongs to a strategy other than ``strategy``."""
-    if owner is None or owner is strategy or (
-            type(owner).__name__ == "_DefaultDistributionStrategy"):  # TensorFlow's for no strategy
+    """Raises ``ValueError`` if ``what`` belongs to a strategy other than ``strategy``."""
+    if owner is None or owner is strategy or (  # TensorFlow has this one where there is none
+            type(owner).__name__ == "_DefaultDistributionStrategy"):
         return
     raise ValueError(
         f"{what} belongs to another strategy: it was made or adopted in the scope of {owner!r} and "
@@ -140,26 +141,27 @@ def check_owner(strategy: tf.distribute.Strategy, what: str,
         "that it has.")
 
 
-def check_variables(strategy: tf.distribute.Strategy, model: Any, held: Iterable[Any]) -> None:
-    """Raises ``ValueError`` where a TensorFlow variable of ``model`` is another strategy's."""
-    for variable in held:
+def check_variables(strategy: tf.distribute.Strategy, model: Any, variables: Iterable[Any]
+                    ) -> None:
+    """Raises ``ValueError`` if a TensorFlow variable of ``model`` is another strategy's."""
+    for variable in variables:
         check_owner(strategy, f"variable {getattr(variable, 'name', variable)!r} of model "
                               f"{model.name!r}", getattr(variable, "_distribute_strategy", None))
 
 
-def adopt_variables(strategy: tf.distribute.Strategy, held: Iterable[Any]) -> list[Any]:
-    """Makes resource variables the strategy's own, in place; returns those with one copy."""
-    resident = state.resident(held)
+def adopt_variables(strategy: tf.distribute.Strategy, variables: Iterable[Any]) -> list[Any]:
+    """Adopts the resource variables among ``variables``, in place; returns them."""
+    resident = state.resident(variables)
     new = [variable for variable in resident if not isinstance(variable, one_copy.TowerVariable)]
     if strategy.extended.workers is not None:
-        state.take_chiefs(strategy.extended.workers, new)
+        state.copy_from_chief(strategy.extended.workers, new)
     for variable in new:
         one_copy.into_tower_variable(variable, strategy)
     return resident
 
 
 def check_trains_on_towers(model: Any, scope: tf.distribute.Strategy) -> None:
-    """Raises ``ValueError`` where a model that is not adopted trains in the scope of towers."""
+    """Raises ``ValueError`` if a model that is not adopted trains in a tower strategy's scope."""
     if kind.is_tower_strategy(scope):
         raise ValueError(
             f"model {model.name!r} is used inside the scope of {scope!r}, but was built and "

@@ -1,12 +1,12 @@
-"""Hooks: what a table of them holds, and what puts them in place.
+"""Hooks: replacements of functions and methods of Keras.
 
-Goes in: a table, ``(owner, name) -> Hook``, one for each Keras.  Comes out: the same Keras, those
-names wrapped while a strategy is at work.  A hook acts in towers and on models of a
-``TowerStrategy`` and hands everybody else on to the original.
+Goes in: a table ``(owner, name) -> Hook`` for each Keras.  Comes out: the same Keras, in which
+these names are wrapped while a strategy is at work.  A hook acts in towers and on models of a
+``TowerStrategy``; for all others it calls the original.
 
-Scopes and runs put the hooks in place.  A model is used outside of them, too: the methods with
-which its Keras begins before it enters the model's scope are put into the model itself, where they
-put the hooks in place first.
+Scopes and runs put the hooks in place.  A user also calls a model's methods outside of them.  Some
+of these methods run code before Keras enters the model's scope; they are wrapped on the model
+itself, and the wrapper puts the hooks in place first.
 """
 
 from __future__ import annotations
@@ -21,12 +21,17 @@ from towerstrategy import _tensorflow as _tf
 
 
 class Hook(NamedTuple):
-    """What is called in the place of a name of Keras, that before its arguments, and why."""
+    """A replacement for a function or method of Keras.
 
-    instead: Callable[..., Any]
-    why: str
-    # Whether it is put into a strategy's models, and Keras' own class left as it is.  The name is
-    # to stand in that Keras' ``names.ENTRIES``, too.
+    Attributes:
+      replacement: called in its place, with the original function before the arguments.
+      reason: what the original does wrong on towers.
+      in_models: whether it replaces the method on a strategy's models, not on Keras' class.  The
+        name must be in that Keras' ``names.ENTRIES``, too.
+    """
+
+    replacement: Callable[..., Any]
+    reason: str
     in_models: bool = False
 
 
@@ -34,10 +39,10 @@ _in_models: dict[tuple[Any, str], Hook] = {}
 
 
 def install(table: Mapping[tuple[Any, str], Hook]) -> None:
-    """Has every name of ``table`` wrapped, if it is not yet.
+    """Installs all hooks of ``table``, each once.
 
     Raises:
-      AttributeError: a name is not there; none is wrapped then.
+      AttributeError: a name is missing; then no hook is installed.
     """
     for owner, name in table:
         if name not in owner.__dict__:
@@ -46,39 +51,40 @@ def install(table: Mapping[tuple[Any, str], Hook]) -> None:
         if hook.in_models:
             _in_models[owner, name] = hook
         else:
-            _tf.Place([owner], name, hook.why).wrap(hook.instead)
+            _tf.Place([owner], name, hook.reason).wrap(hook.replacement)
 
 
-def enter_with(model: Any, methods: Iterable[str]) -> None:
-    """Has the hooks in place during calls of these methods of ``model``, which is a strategy's."""
+def wrap_methods(model: Any, methods: Iterable[str]) -> None:
+    """Wraps methods of a strategy's model, so that the hooks are in place during their calls."""
     for name in methods:
-        vars(model).setdefault(name, types.MethodType(_entry(type(model), name), model))
+        vars(model).setdefault(name, types.MethodType(_wrapper(type(model), name), model))
 
 
 @contextlib.contextmanager
-def having(owner: Any, **attributes: Any) -> Iterator[None]:
-    """Within, an object has these attributes of its own."""
-    own = vars(owner)
-    before = {name: own[name] for name in attributes if name in own}
-    own.update(attributes)
+def patched(instance: Any, **attributes: Any) -> Iterator[None]:
+    """Sets instance attributes; at the end it restores those that were there and deletes others."""
+    values = vars(instance)
+    before = {name: values[name] for name in attributes if name in values}
+    values.update(attributes)
     try:
         yield
     finally:
         for name in attributes:
-            del own[name]
-        own.update(before)
+            del values[name]
+        values.update(before)
 
 
-def _entry(kind: Any, name: str) -> Callable[..., Any]:
-    hooked_by = [hook.instead for (owner, hooked), hook in _in_models.items()
-                 if hooked == name and issubclass(kind, owner)]
+def _wrapper(model_class: Any, name: str) -> Callable[..., Any]:
+    """A method that puts the hooks in place, then calls the class's method or its replacement."""
+    replacements = [hook.replacement for (owner, hooked), hook in _in_models.items()
+                    if hooked == name and issubclass(model_class, owner)]
 
     @_tf.with_short_tracebacks
-    @functools.wraps(getattr(kind, name))
+    @functools.wraps(getattr(model_class, name))
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         method = getattr(type(self), name)
-        for instead in hooked_by:
-            method = functools.partial(instead, method)
+        for replacement in replacements:
+            method = functools.partial(replacement, method)
         with _tf.at_work():
             return method(self, *args, **kwargs)
 

@@ -1,15 +1,16 @@
-"""An optimizer's update as one operation a variable, or a few, in place of a dozen.
+"""Updates of a variable by one or few operations instead of Keras' dozen.
 
 Goes in: a Keras optimizer, one of its variables and the merged gradient.  Comes out: the same
-update, done by the kernel that TensorFlow has for it (``ResourceApplyAdam`` and the like), in one
-pass over memory.  SGD and Adam have one whose formulas are Keras', the place of epsilon included;
-other optimizers, and those that override what is replaced, do as Keras does.
+update by TensorFlow's kernel for it (such as ``ResourceApplyAdam``), in one pass over memory.  For
+SGD and Adam there are kernels with Keras' formulas, epsilon included.  Other optimizers, and those
+that override what the kernel replaces, run Keras' code.
 
-Kernels take a decay rate and make its complement themselves, in float32: of 0.9 that is exact to
-2e-7, of Adam's 0.999 it is off by 1e-5.  The average of squares is therefore moved outside.
+A kernel takes a decay rate and computes ``1 - rate`` in float32.  For 0.9 the error is 2e-7, for
+Adam's 0.999 it is 1e-5.  So the average of squares is updated by an operation of its own.
 
-Slices of a sparse gradient are summed into a dense one for the kernel, as Keras does.  The average
-of squares is of each slice's square; not written sparsely: TensorFlow would copy the slot.
+Slices of a sparse gradient are summed into a dense gradient for the kernel, as Keras does.  The
+average of squares takes each slice's square.  It is not written sparsely, because TensorFlow would
+copy the slot.
 """
 
 from __future__ import annotations
@@ -24,44 +25,51 @@ from towerstrategy import _tensorflow as _tf
 from towerstrategy.placement import homes as homes_lib
 from towerstrategy.variables import one_copy
 
-_DTYPE = tf.float32  # with others Keras rounds the numbers of an update in ways of its own
-_EXACT = 5e-7  # relative
+_DTYPE = tf.float32  # for other dtypes Keras rounds an update's numbers in its own way
+_LARGEST_ERROR = 5e-7  # relative
 
 _raw = tf.raw_ops
 
 
 class Kernel(NamedTuple):
-    """What updates a variable."""
+    """An update of a variable.
 
-    slots: Mapping[str, str]  # a name for each -> the optimizer's attribute, a list
-    apply: Callable[..., Any]  # takes the variable, its gradient and, by name, the slots
-    sparse: Callable[..., Any] | None = None  # the same for slices; None where Keras' way is taken
+    Attributes:
+      slots: the names of the slots -> the optimizer's attributes, which are lists of slots.
+      apply: takes the variable, its gradient and, by name, the slots.
+      sparse: the same for a gradient of slices; None if Keras' code has to run.
+    """
+
+    slots: Mapping[str, str]
+    apply: Callable[..., Any]
+    sparse: Callable[..., Any] | None = None
 
 
-# An optimizer, the step's learning rate, and what CPU devices do otherwise (None on others) -> the
-# kernel, whose numbers are tensors on the current device; or None.
+# Takes an optimizer, the step's learning rate, and the extra ``cpu`` (None on other devices).
+# Returns the kernel, whose numbers are tensors on the current device; None if there is none.
 Rule = Callable[[Any, Any, Any], Kernel | None]
 
 
 def sgd(optimizer: Any, learning_rate: Any, cpu: Any) -> Kernel:
+    """The kernel of ``SGD``."""
     del cpu
-    rate = _number(learning_rate)
-    if not optimizer.momentums:  # tf_keras makes them without momentum, too
+    rate = _to_float32(learning_rate)
+    if not optimizer.momentums:  # tf_keras makes these slots without momentum, too
         return Kernel({}, lambda variable, gradient: _raw.ResourceApplyGradientDescent(
             var=variable.handle, alpha=rate, delta=gradient))
-    decay = _number(optimizer.momentum)
+    decay = _to_float32(optimizer.momentum)
 
     def apply(variable: Any, gradient: Any, accum: Any) -> None:
         _raw.ResourceApplyKerasMomentum(
             var=variable.handle, accum=accum.handle, lr=rate, momentum=decay,
             grad=tf.convert_to_tensor(gradient), use_nesterov=optimizer.nesterov)
 
-    # Of slices, without momentum, Keras writes to the rows alone.
+    # For slices without momentum, Keras' code writes only the rows that have slices.
     return Kernel({"accum": "momentums"}, apply, apply if optimizer.momentum else None)
 
 
 def adam(optimizer: Any, learning_rate: Any, cpu: Any) -> Kernel | None:
-    """How ``Adam`` and ``AdamW`` (which decays weights by itself) update."""
+    """The kernel of ``Adam`` and ``AdamW``; Keras decays the weights before the update."""
     if not _is_exact(optimizer.beta_1) or getattr(optimizer, "adaptive_epsilon", False):
         return None
     slots = {"m": "_momentums", "v": "_velocities"}
@@ -69,11 +77,12 @@ def adam(optimizer: Any, learning_rate: Any, cpu: Any) -> Kernel | None:
     if optimizer.amsgrad:
         slots["vhat"] = "_velocity_hats"
         operation = _raw.ResourceApplyAdamWithAmsgrad
-    beta1, beta2 = map(_number, (optimizer.beta_1, optimizer.beta_2))
-    step = _number(optimizer.iterations + 1)
-    known = {"lr": _number(learning_rate), "beta1": beta1, "epsilon": _number(optimizer.epsilon),
-             "beta1_power": tf.pow(beta1, step), "beta2_power": tf.pow(beta2, step)}
-    kept, rate = _number(1), _number(1 - optimizer.beta_2)
+    beta1, beta2 = map(_to_float32, (optimizer.beta_1, optimizer.beta_2))
+    step = _to_float32(optimizer.iterations + 1)
+    numbers = {"lr": _to_float32(learning_rate), "beta1": beta1,
+               "epsilon": _to_float32(optimizer.epsilon),
+               "beta1_power": tf.pow(beta1, step), "beta2_power": tf.pow(beta2, step)}
+    keep_all, rate = _to_float32(1), _to_float32(1 - optimizer.beta_2)  # beta2=1: v stays as it is
 
     def apply(variable: Any, gradient: Any, **slots: Any) -> None:
         v, squares = slots["v"], tf.square(getattr(gradient, "values", gradient))
@@ -81,17 +90,17 @@ def adam(optimizer: Any, learning_rate: Any, cpu: Any) -> Kernel | None:
             squares = tf.convert_to_tensor(tf.IndexedSlices(
                 squares, gradient.indices, gradient.dense_shape))
         _raw.ResourceApplyGradientDescent(var=v.handle, alpha=rate, delta=v - squares)
-        operation(var=variable.handle, grad=tf.convert_to_tensor(gradient), beta2=kept,
-                  **{name: slot.handle for name, slot in slots.items()}, **known)
+        operation(var=variable.handle, grad=tf.convert_to_tensor(gradient), beta2=keep_all,
+                  **{name: slot.handle for name, slot in slots.items()}, **numbers)
 
-    on_cpu = cpu and cpu.adam(optimizer, known)
+    on_cpu = cpu and cpu.adam(optimizer, numbers)
     return Kernel(slots, on_cpu or apply, apply)
 
 
 class Step:
-    """One step of ``optimizer``, which updates by ``rule``, if there is a kernel for it.
+    """One step of ``optimizer``; ``rule`` gives its kernel, if there is one.
 
-    Its numbers are made once for all variables of a device.
+    The kernel's numbers are made once for all variables of a device.
     """
 
     def __init__(self, optimizer: Any, rule: Rule | None, learning_rate: Any) -> None:
@@ -99,11 +108,11 @@ class Step:
         self._kernels: dict[str, Kernel | None] = {}
 
     def update(self, variable: Any, gradient: Any, slot: Callable[[str], Any]) -> bool:
-        """Updates a TensorFlow variable where there is a kernel for it; says whether there was.
+        """Updates a TensorFlow variable if a kernel can do it; returns whether it did.
 
-        ``slot`` gives the variable's slot by the name of the optimizer's list of such slots.
+        ``slot`` takes the name of the optimizer's list of slots and returns the variable's slot.
         """
-        if self._rule is None or not _fits(variable, gradient):
+        if self._rule is None or not _are_supported(variable, gradient):
             return False
         home = homes_lib.home_of(variable)
         with tf.device(home):
@@ -114,19 +123,19 @@ class Step:
             apply = kernel and (kernel.sparse if is_sparse else kernel.apply)
             if kernel is None or apply is None:
                 return False
-            slots = {name: slot(held) for name, held in kernel.slots.items()}
-            fits = all(_is_beside(variable, held) for held in slots.values())
-            if fits:
-                apply(variable, gradient, **slots)
-        return fits
+            slots = {name: slot(attribute) for name, attribute in kernel.slots.items()}
+            if not all(_slot_matches(each, variable) for each in slots.values()):
+                return False
+            apply(variable, gradient, **slots)
+        return True
 
 
-def _fits(variable: Any, gradient: Any) -> bool:
-    """Whether a kernel takes these: it does not cast or broadcast."""
+def _are_supported(variable: Any, gradient: Any) -> bool:
+    """Whether kernels take these dtypes and shapes; they do not cast or broadcast."""
     if not (isinstance(variable, one_copy.TowerVariable) and variable.dtype == _DTYPE
             and gradient.dtype == _DTYPE):
         return False
-    if _tf.is_compiled_here():  # XLA makes one pass of Keras' operations
+    if _tf.is_compiled_here():  # XLA fuses Keras' operations into one pass
         return False
     if isinstance(gradient, tf.IndexedSlices):
         values = gradient.values
@@ -136,19 +145,19 @@ def _fits(variable: Any, gradient: Any) -> bool:
             and gradient.shape.is_fully_defined() and gradient.shape == variable.shape)
 
 
-def _is_beside(variable: Any, slot: Any) -> bool:
-    """Whether a slot is as the variable is, and where it is."""
+def _slot_matches(slot: Any, variable: Any) -> bool:
+    """Whether a slot has the variable's dtype, shape and device."""
     return (isinstance(slot, _tf.BaseResourceVariable) and slot.dtype == _DTYPE
             and slot.shape == variable.shape
             and homes_lib.home_of(slot) == homes_lib.home_of(variable))
 
 
 def _is_exact(rate: Any) -> bool:
-    """Whether ``1 - rate``, made in float32 of a rate in float32, is what it is."""
+    """Whether ``1 - rate`` is accurate if computed in float32 from a float32 rate."""
     if not isinstance(rate, (int, float)) or rate == 1:
         return False
-    return abs(float(np.float32(1) - np.float32(rate)) / (1 - rate) - 1) < _EXACT
+    return abs(float(np.float32(1) - np.float32(rate)) / (1 - rate) - 1) < _LARGEST_ERROR
 
 
-def _number(value: Any) -> tf.Tensor:
+def _to_float32(value: Any) -> tf.Tensor:
     return tf.cast(tf.convert_to_tensor(value), _DTYPE)

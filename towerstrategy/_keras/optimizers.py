@@ -1,8 +1,8 @@
-"""Optimizers in replica functions, as both Kerases have them: merge first, then Keras' code once.
+"""Optimizers in replica functions, for both Kerases: merge gradients, then run Keras' code once.
 
 Goes in: a tower's gradients and their variables.  Comes out: one update of the one copy, with the
-sum of the towers' gradients, as in every ``tf.distribute`` strategy.  Keras itself clips, decays
-and accumulates before it sums, which is another result than one device's.
+sum of the towers' gradients, as in every ``tf.distribute`` strategy.  Keras alone would clip, decay
+and accumulate before the sum, which gives another result than on one device.
 """
 
 from __future__ import annotations
@@ -22,44 +22,44 @@ from towerstrategy.variables.rules import held_variable
 
 
 def _by_share(change: Callable[..., Any], original: Callable[..., Any], loss: Any) -> Any:
-    """In a tower ``change`` of it and ``loss``; of all rows a loss stays as it is."""
+    """``change(tower, loss)`` in a tower; a loss over all rows is returned as it is."""
     tower = contexts.splitting_tower()
     if tower is None:
         return loss if contexts.outside_of_towers() is not None else original(loss)
     return change(tower, loss)
 
 
-# The hooks for ``scale_loss_for_distribution``: a tower's mean counts by its share; and for
-# ``unscale_loss_for_distribution``: a tower's mean again, for a metric.
+# The hook for ``scale_loss_for_distribution``: multiplies a tower's mean by its share of the rows.
+# That for ``unscale_loss_for_distribution``: turns it into the tower's mean again, for a metric.
 scale_loss = functools.partial(_by_share, losses.scaled)
 unscale_loss = functools.partial(_by_share, losses.unscaled)
 
 
 def apply(optimizer: Any, names: Any, gradients: Sequence[Any], targets: Sequence[Any],
           update: Callable[[Sequence[Any]], Any], rules: Sequence[str]) -> Any:
-    """``update``, which is Keras' own code, of gradients that are those of all towers.
+    """Calls ``update``, Keras' own code, with the merged gradients.
 
-    In a tower among several they are merged by ``rules``, see :func:`merge_then`; ``targets`` are
-    the variables, Keras' own or TensorFlow's.
+    Gradients of a tower among several are merged by ``rules``, see :func:`merge_then`.  ``targets``
+    are the variables, of Keras or of TensorFlow.
     """
-    adopting.take_optimizer(optimizer, names)
+    adopting.adopt_optimizer(optimizer, names)
     tower = contexts.splitting_tower()
     if tower is None:
-        with _merged_if_alone(gradients):
+        with _without_all_reduce(gradients):
             return update(gradients)
     return merge_then(tower, gradients, list(map(held_variable, targets)), update, rules)
 
 
 @contextlib.contextmanager
-def _merged_if_alone(gradients: Sequence[Any]) -> Iterator[None]:
-    """For an optimizer in the only tower there is, or outside of towers: nothing is to be merged.
+def _without_all_reduce(gradients: Sequence[Any]) -> Iterator[None]:
+    """A context for an optimizer in the only tower or outside of towers: there is nothing to merge.
 
-    Without it Keras would all-reduce the gradients, which it does inside of ``tf.cond`` where it
-    accumulates them or scales the loss, and there is no sync point; outside of towers it
-    would look for a replica context.
+    Keras would all-reduce the gradients.  If it accumulates gradients or scales the loss, it does
+    so in a ``tf.cond``, where no sync point can be; outside of towers it would need a replica
+    context.
 
     Raises:
-      ValueError: outside of towers, gradients that differ between towers or machines.
+      ValueError: outside of towers, the gradients differ between towers or machines.
     """
     tower, outside = contexts.current_tower(), contexts.outside_of_towers()
     if tower is not None:
@@ -74,7 +74,7 @@ def _merged_if_alone(gradients: Sequence[Any]) -> Iterator[None]:
 
 
 def _check_one_copy(strategy: tf.distribute.Strategy, gradients: Sequence[Any]) -> None:
-    """Raises where gradients that an optimizer gets outside of towers are not one a variable."""
+    """Raises if gradients that an optimizer gets outside of towers are not merged yet."""
     for gradient in gradients:
         if isinstance(gradient, tf.distribute.DistributedValues):
             raise ValueError(
@@ -90,45 +90,46 @@ def _check_one_copy(strategy: tf.distribute.Strategy, gradients: Sequence[Any]) 
             "strategy.run.")
 
 
-def merge_then(tower: contexts.TowerContext, gradients: Sequence[Any], variables_: Sequence[Any],
+def merge_then(tower: contexts.TowerContext, gradients: Sequence[Any], variables: Sequence[Any],
                update: Callable[[list[Any]], Any], rules: Sequence[str]) -> Any:
-    """Sums the towers' gradients, then runs the optimizer's own single-device code once.
+    """Merges the towers' gradients, then runs the optimizer's own single-device code once.
 
     Args:
-      tower: where the optimizer was called, with these gradients, tensors, slices or None.
-      variables_: the resource variables they belong to.
+      tower: the context of the tower that called the optimizer.
+      gradients: the tower's gradients: tensors, slices or None.
+      variables: the resource variable of each gradient.
       update: takes the merged gradients; runs in a :class:`contexts.OneReplicaContext`.
-      rules: how gradients are merged, one a variable: "sum"; "agreed" where the caller has merged
-        them; "max" where one is the next value of its variable (in float8 layers).
+      rules: how each gradient is merged: "sum"; "agreed" if the caller has merged it; "max" if it
+        is the next value of its variable (in float8 layers).
 
     Raises:
-      RuntimeError: in a branch, a loop or a nested function, where no sync point can be.
-      ValueError: a variable that is not the strategy's.
+      RuntimeError: a branch, a loop or a nested function calls it: no sync point can be there.
+      ValueError: a variable is not the strategy's.
     """
     if not tower.can_merge:
         raise RuntimeError(contexts.NESTED_MERGE)
-    _check_made_in_scope(tower.strategy, variables_)
-    homes = [homes_lib.home_of(variable) for variable in variables_]
+    _check_made_in_scope(tower.strategy, variables)
+    homes = [homes_lib.home_of(variable) for variable in variables]
     totals = [tower.call.total(value, home) if rule == "sum" else None
               for value, home, rule in zip(gradients, homes, rules)]
 
-    def merged(strategy: tf.distribute.Strategy, *grouped: Any) -> Any:
+    def merge_and_update(strategy: tf.distribute.Strategy, *grouped: Any) -> Any:
         if "agreed" not in rules:
-            tower.call.check_gradients(gradients, variables_)
-        one_each = merging.gradients(
+            tower.call.check_gradients(gradients, variables)
+        merged = merging.gradients(
             [None if value is None else
              [_tf.select_replica(number, value) for number in range(tower.count)]
              for value in grouped], homes, tower.shares,
             [rule if total is None else "total" for total, rule in zip(totals, rules)])
         with contexts.OneReplicaContext(strategy), tf.name_scope(scopes.UPDATE):
-            return update(one_each)
+            return update(merged)
 
-    return tower.merge_call(merged, args=tuple(
+    return tower.merge_call(merge_and_update, args=tuple(
         value if total is None else total for value, total in zip(gradients, totals)))
 
 
 def _check_made_in_scope(strategy: tf.distribute.Strategy, variables: Sequence[Any]) -> None:
-    """Raises where an optimizer in a tower is given a variable of no strategy, or of another."""
+    """Raises ``ValueError`` if an optimizer in a tower gets a variable not of this strategy."""
     for variable in variables:
         if getattr(variable, "_distribute_strategy", None) is not strategy:
             raise ValueError(

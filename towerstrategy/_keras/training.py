@@ -1,6 +1,6 @@
-"""A training's ``compile`` and steps, as both Kerases have them.
+"""``compile`` and train steps: the code that both Kerases share.
 
-Goes in: Keras' own ``compile``, a model or a step's data.  Comes out: a model that is adopted,
+Goes in: Keras' own ``compile``, a model, or a step's data.  Comes out: an adopted model,
 sub-batches, or whether XLA compiles a step.
 """
 
@@ -19,9 +19,9 @@ from towerstrategy.placement import kind
 
 def compile(names: Any, compiling: Callable[..., contextlib.AbstractContextManager[None]],
             original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
-    """The hook for ``compile``, which adopts in a strategy's scope, and the strategy's models.
+    """The hook for ``compile``: adopts a model in a strategy's scope, or one that has a strategy.
 
-    ``compiling`` is entered around Keras' own, with the model and the strategy.
+    ``compiling(model, strategy)`` is the context in which Keras' own ``compile`` runs.
     """
     scope = tf.distribute.get_strategy()
     strategy = scope if kind.is_tower_strategy(scope) else strategy_of(self, names)
@@ -43,19 +43,20 @@ def compile(names: Any, compiling: Callable[..., contextlib.AbstractContextManag
 
 
 def strategy_of(model: Any, names: Any) -> Any:
+    """The ``TowerStrategy`` of a model; None if it has none."""
     strategy = getattr(model, names.OWNER, None)
     return strategy if kind.is_tower_strategy(strategy) else None
 
 
-def split_plain(strategy: tf.distribute.Strategy, data: Any) -> Any:
-    """A step's data, split unless it is already."""
+def split_data(strategy: tf.distribute.Strategy, data: Any) -> Any:
+    """A step's data as sub-batches; data that is split already is returned as it is."""
     is_split = any(isinstance(leaf, tf.distribute.DistributedValues)
                    for leaf in tf.nest.flatten(data))
     return data if is_split else strategy.extended.inputs.split(data)
 
 
 def compiles_towers(model: Any) -> bool:
-    """Whether XLA compiles what the towers do in a model's steps, and not the steps as a whole."""
+    """Whether XLA compiles each tower's part of a model's steps, not the steps as a whole."""
     strategy = model.distribute_strategy
     return (bool(model.jit_compile) and kind.is_tower_strategy(strategy)
             and not strategy.extended.compiles_whole)

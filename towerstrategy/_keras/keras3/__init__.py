@@ -1,1 +1,1 @@
-"""What is hooked in Keras 3: :mod:`hooks` is the table, the other files are its subjects."""
+"""The hooks into Keras 3: :mod:`hooks` is the table, the other files have the replacements."""

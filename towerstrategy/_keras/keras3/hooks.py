@@ -1,9 +1,8 @@
 """The table of hooks into Keras 3 (``tf.keras`` of TensorFlow 2.16 and later).
 
-Goes in: the imported Keras.  Comes out: the same, with every hook of :data:`HOOKS`, and of
-:data:`STAGES` where it is needed; the files beside this one hold what they do, by subject.
-Upstream places are those of Keras 3.15; ``tests/_keras/keras_hooks_test.py`` fails where one
-has moved.
+Goes in: the imported Keras.  Comes out: :data:`HOOKS` and, for strategies with stages,
+:data:`STAGES`.  The files beside this one have the replacements, by subject.  Owners and names are
+those of Keras 3.15; ``tests/_keras/keras_hooks_test.py`` fails if a release has moved one.
 """
 
 from __future__ import annotations
@@ -23,67 +22,67 @@ from keras.src.trainers import data_adapters
 from towerstrategy._keras import batch_norm, hooks, optimizers as optimizers_rules, stages
 from towerstrategy._keras.keras3 import callbacks, names, optimizers, training
 
-# What is hooked and why; the test of upstream names reads this.
+# The hooks that every strategy needs.
 HOOKS: dict[tuple[Any, str], hooks.Hook] = {
     (loss_module, "scale_loss_for_distribution"): hooks.Hook(
         optimizers_rules.scale_loss,
-        "scales a replica's mean by 1/R; a tower's counts by its share of the rows, and outside of "
-        "towers a loss is of all rows as it is"),
+        "multiplies a replica's mean by 1/R; a tower's mean needs the tower's share of the rows, "
+        "and a loss outside of towers is over all rows already"),
     (loss_module, "unscale_loss_for_distribution"): hooks.Hook(
         optimizers_rules.unscale_loss,
-        "multiplies what a metric is given by R, of a tower's part and outside of towers, too"),
+        "multiplies a metric's value by R, in place of 1 / share, and outside of towers, too"),
     (base_optimizer.BaseOptimizer, "apply"): hooks.Hook(
         optimizers.apply,
-        "merge first, then Keras' own code once"),
+        "clips and decays each replica's gradients; they have to be merged first"),
     (loss_scale_optimizer.LossScaleOptimizer, "apply"): hooks.Hook(
         optimizers.apply,
-        "one look for overflows, at merged gradients"),
+        "looks for overflows in each replica's gradients; they have to be merged first"),
     (tf_optimizer.TFOptimizer, "_distributed_tf_update_step"): hooks.Hook(
         optimizers.distributed_update_step,
-        "a dozen operations and passes over memory a variable; one where TensorFlow has a kernel"),
+        "makes a dozen operations and passes over memory per variable, even if there is a kernel"),
     (names.BATCH_NORM, "call"): hooks.Hook(
         batch_norm.call,
-        "a dozen operations, and as many for the gradient, where TensorFlow has a kernel"),
+        "makes a dozen operations, and as many for the gradient, even if there is a kernel"),
     (seed_generator.SeedGenerator, "next"): hooks.Hook(
         training.next_seed,
-        "random layers draw differently on every tower"),
+        "gives all towers one seed; random layers must draw other numbers on each tower"),
     (names.TRAINER, "__init__"): hooks.Hook(
         training.trainer_init,
-        "calls a model that was made in the scope outside of it without entering it"),
+        "makes a model whose methods do not enter the model's scope first"),
     (names.MODEL, "compile"): hooks.Hook(
         training.compile,
-        "compiling in the scope adopts"),
+        "does not adopt a model that is compiled in the scope"),
     (data_adapters, "is_tf_dataset"): hooks.Hook(
         training.is_tf_dataset,
         "knows distributed datasets by the module of TensorFlow's own class"),
     (tf_trainer.TFEpochIterator, "__init__"): hooks.Hook(
         training.epoch_iterator_init,
-        "predicted rows are to come in the dataset's order"),
+        "does not ask for predictions in the order of the dataset's rows"),
     (names.TRAINER, "_make_function"): hooks.Hook(
         training.make_function,
-        "train_on_batch and test_on_batch hand over unsplit data; what was built after compile "
-        "is to be adopted", in_models=True),
+        "takes unsplit data in train_on_batch and test_on_batch, and does not adopt variables that "
+        "were built after compile", in_models=True),
     (names.TRAINER, "make_predict_function"): hooks.Hook(
         training.make_predict_function,
-        "so does predict_on_batch, and Python takes each batch of predict out of the data"),
+        "takes unsplit data in predict_on_batch; Python takes predict's batches from the data"),
     (names.TRAINER, "_maybe_symbolic_build"): hooks.Hook(
         training.symbolic_build,
-        "takes a batch out of the data and means over it, which uneven sub-batches do not allow; "
-        "what cannot be built symbolically the trace builds, as without a strategy"),
+        "takes a batch from the data and averages it over replicas, which fails for uneven "
+        "sub-batches"),
     (callback_list.CallbackList, "set_model"): hooks.Hook(
         callbacks.set_model,
-        "callbacks write the same files on every machine, and over the last backup, which is lost "
-        "to a run that is killed meanwhile"),
+        "has callbacks that write the same files on every machine, and that overwrite the last "
+        "backup, which is lost if the process is killed meanwhile"),
 }
-# Those that only a strategy whose towers have stages needs.
+# The hooks that only a strategy with stages needs.
 STAGES: dict[tuple[Any, str], hooks.Hook] = {
     (layer_module.Layer, "__init__"): hooks.Hook(
         stages.layer_init,
-        "does not know for which stage of a tower a layer is made"),
+        "does not remember the stage for which a layer is made"),
     (layer_module.Layer, "__call__"): hooks.Hook(
         functools.partial(stages.layer_call, names),
-        "runs every layer of a tower on one device, and forgets the tf.device around a call"),
+        "runs all layers of a tower on one device, and does not remember the tf.device of a call"),
     (sequential.Sequential, "build"): hooks.Hook(
         stages.sequential_build,
-        "calls all layers anew for each that is added, in the stage of that one"),
+        "calls all layers again when one is added, in the stage of the added layer"),
 }

@@ -1,6 +1,6 @@
-"""How Keras 3 names things: what the rules for both Kerases ask for.
+"""The names of Keras 3: its classes and attributes, for the code that both Kerases share.
 
-Goes in: a Keras 3 model, optimizer, metric or variable.  Comes out: what it holds.
+Goes in: a Keras 3 model, optimizer, metric or layer.  Comes out: its variables or metrics.
 """
 
 from __future__ import annotations
@@ -21,21 +21,20 @@ from keras.src.trainers import trainer as base_trainer
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.variables import rules, tower_local
 
-# The base class whose methods are hooked, and that of models: named otherwise since Keras 3.16.
+# The base class of models on every backend, and on TensorFlow; Keras 3.16 renames both.
 MODEL, TRAINER = ((base_trainer.BaseTrainer, tf_trainer.Trainer)
                   if hasattr(base_trainer, "BaseTrainer")
                   else (base_trainer.Trainer, tf_trainer.TensorFlowTrainer))
-# Where a model, and where an optimizer, has its strategy.
+# The attribute of a model, and of an optimizer, that holds its strategy.
 OWNER, OWNER_OF_OPTIMIZER = "_distribute_strategy", "_distribution_strategy"
-# The methods of a model that Keras runs in no scope.
+# The methods of a model that run code before Keras enters the model's scope.
 ENTRIES = ("compile", "fit", "evaluate", "predict", "train_on_batch", "test_on_batch",
            "predict_on_batch", "make_train_function", "make_test_function", "make_predict_function",
            "_make_function")
 METRIC, OPTIMIZERS = metric_module.Metric, base_optimizer.BaseOptimizer
-# The layers of batch norm, and those that look rows up in a table.
-BATCH_NORM, LOOK_UP = batch_normalization.BatchNormalization, embedding.Embedding
-# The calls of models of which the order of layers is known beforehand.
-OPENED = functional.Functional.call, sequential.Sequential.call
+BATCH_NORM, EMBEDDING = batch_normalization.BatchNormalization, embedding.Embedding
+# The ``call`` methods of functional and sequential models, whose order of layers is known.
+GRAPH_CALLS = functional.Functional.call, sequential.Sequential.call
 # The methods that build a model.
 BUILDERS = "build", "_maybe_build"
 # The attributes that Keras' Trainer sets in __init__ and compile: a model's training state.
@@ -50,7 +49,7 @@ def variables_of(layer: Any) -> list[Any]:
 
 
 def compiled_metrics(model: Any) -> list[Any]:
-    """What was given to ``compile`` as metrics, and more."""
+    """The metrics given to ``compile``, among other values such as None."""
     compiled = model._compile_metrics
     return [] if compiled is None else tree.flatten(
         (compiled._user_metrics, compiled._user_weighted_metrics))
@@ -66,7 +65,7 @@ def adopt_metric(strategy: tf.distribute.Strategy, metric: Any) -> list[Any]:
 
 
 def variables_of_layer(layer: Any) -> Iterator[tuple[Any, bool]]:
-    """The TensorFlow variables of a layer that are made, and whether they are trained."""
+    """A layer's TensorFlow variables, as far as they are made, and whether each is trained."""
     for variable in layer.variables:
-        if (held := rules.held_variable(variable)) is not None:
-            yield held, variable.trainable
+        if (tf_variable := rules.held_variable(variable)) is not None:
+            yield tf_variable, variable.trainable

@@ -1,6 +1,6 @@
-"""Hooks into Keras 3: what an optimizer does with the towers' gradients.
+"""Hooks into Keras 3: optimizers merge the towers' gradients and update by kernels.
 
-Goes in: Keras' own function.  Comes out: the same, right in towers of a ``TowerStrategy``.
+Goes in: Keras' own method and its arguments.  Comes out: its result, right for towers, too.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from towerstrategy._keras.keras3 import names
 from towerstrategy.placement import kind
 from towerstrategy.variables import rules
 
-# Keras' way to update -> the kernel that does the same.
+# Keras' ``update_step`` -> the kernel that does the same.
 _KERNELS: dict[Any, one_pass.Rule] = {
     sgd.SGD.update_step: one_pass.sgd,
     adam.Adam.update_step: one_pass.adam,
@@ -25,11 +25,12 @@ _KERNELS: dict[Any, one_pass.Rule] = {
 
 def apply(original: Callable[..., Any], self: Any, grads: Any,
           trainable_variables: Any = None) -> Any:
+    """The hook for ``apply``: merges the gradients first."""
     grads = list(grads)
     if trainable_variables is not None:
         trainable_variables = list(trainable_variables)
     targets = self._trainable_variables if trainable_variables is None else trainable_variables
-    both = min(len(grads), len(targets))  # of other numbers Keras is to say what is wrong
+    both = min(len(grads), len(targets))  # if they differ, Keras raises
     return optimizers_rules.apply(
         self, names, grads[:both], targets[:both],
         lambda merged: original(self, [*merged, *grads[both:]], trainable_variables),
@@ -39,21 +40,22 @@ def apply(original: Callable[..., Any], self: Any, grads: Any,
 
 def distributed_update_step(original: Callable[..., Any], self: Any, distribution: Any,
                             grads_and_vars: Any, learning_rate: Any) -> Any:
+    """The hook for ``_distributed_tf_update_step``: by a kernel if there is one, else by Keras."""
     if not kind.is_tower_strategy(distribution):
         return original(self, distribution, grads_and_vars, learning_rate)
     step = one_pass.Step(self, _rule(self), learning_rate)
 
-    def is_left(gradient: Any, target: Any) -> bool:
-        return not step.update(target, gradient, lambda held: rules.held_variable(
-            getattr(self, held)[self._get_variable_index(target)]))
+    def by_kernel(gradient: Any, target: Any) -> bool:
+        return step.update(target, gradient, lambda attribute: rules.held_variable(
+            getattr(self, attribute)[self._get_variable_index(target)]))
 
-    left = [(gradient, target) for gradient, target in grads_and_vars
-            if is_left(gradient, target)]
-    return original(self, distribution, left, learning_rate)
+    remaining = [(gradient, target) for gradient, target in grads_and_vars
+                 if not by_kernel(gradient, target)]
+    return original(self, distribution, remaining, learning_rate)
 
 
 def _rule(optimizer: Any) -> one_pass.Rule | None:
-    """How an optimizer updates, where neither that nor how it writes was overridden."""
+    """The kernel for an optimizer; None if it, or a user's subclass, updates in another way."""
     writes = ("assign", "assign_add", "assign_sub")
     if any(getattr(getattr(optimizer, name), "__func__", None)
            is not getattr(tf_optimizer.TFOptimizer, name) for name in writes):

@@ -1,6 +1,6 @@
-"""Hooks into Keras 3: ``compile``, the step functions, what they hand back and what they draw.
+"""Hooks into Keras 3: ``compile``, step functions, their data, and seeds.
 
-Goes in: Keras' own function.  Comes out: the same, right in towers of a ``TowerStrategy``.
+Goes in: Keras' own method and its arguments.  Comes out: its result, right for towers, too.
 """
 
 from __future__ import annotations
@@ -25,86 +25,97 @@ from towerstrategy.variables import rules
 
 
 def trainer_init(original: Callable[..., Any], self: Any) -> None:
+    """The hook for the ``__init__`` of models: wraps the methods of a strategy's model."""
     original(self)
     if training_rules.strategy_of(self, names) is not None:
-        hooks.enter_with(self, names.ENTRIES)
+        hooks.wrap_methods(self, names.ENTRIES)
 
 
-def _compiling(model: Any, strategy: Any) -> contextlib.AbstractContextManager[None]:
-    """Within, ``jit_compile="auto"`` is for the towers: Keras compiles no strategy's step by it."""
-    # On GPUs and not on CPUs, as without a strategy.
-    return hooks.having(model, _resolve_auto_jit_compile=lambda: (
+def _resolving_auto_jit(model: Any, strategy: Any) -> contextlib.AbstractContextManager[None]:
+    """A context in which ``jit_compile="auto"`` means True on GPUs, as without a strategy.
+
+    With a strategy, Keras means False.
+    """
+    return hooks.patched(model, _resolve_auto_jit_compile=lambda: (
         "CPU" not in strategy.extended.placement.kinds
         and bool(base_trainer.model_supports_jit(model))))
 
 
-compile = functools.partial(training_rules.compile, names, _compiling)
+compile = functools.partial(training_rules.compile, names, _resolving_auto_jit)
 
 
 @contextlib.contextmanager
-def _towers_alone_compiled(model: Any) -> Iterator[bool]:
-    """Within, Keras makes step functions of which XLA compiles what towers do alone, if it does."""
+def _without_jit_of_step(model: Any) -> Iterator[bool]:
+    """A context in which Keras makes uncompiled steps if XLA is to compile the towers' parts only.
+
+    Yields whether XLA is to compile the towers' parts only.
+    """
     compiles = training_rules.compiles_towers(model)
-    with hooks.having(model, _jit_compile=model._jit_compile and not compiles):
+    with hooks.patched(model, _jit_compile=model._jit_compile and not compiles):
         yield compiles
 
 
 def is_tf_dataset(original: Callable[..., Any], x: Any) -> bool:
+    """The hook for ``is_tf_dataset``: a ``TowerDataset`` is one, too."""
     return isinstance(x, datasets_lib.TowerDataset) or original(x)
 
 
 def epoch_iterator_init(original: Callable[..., Any], self: Any, distribute_strategy: Any = None,
                         *args: Any, **kwargs: Any) -> None:
+    """The hook for ``TFEpochIterator.__init__``: ``predict`` gets its rows in order."""
     if not kind.is_tower_strategy(distribute_strategy):
         return original(self, distribute_strategy, *args, **kwargs)
-    predicting = "y" not in kwargs  # Model.predict alone hands over no labels, not even None
+    predicting = "y" not in kwargs  # all methods but Model.predict pass labels, or None
     with distribute_strategy.extended.modes.within(
             in_order=predicting, kept=kwargs.get("steps_per_epoch") is not None):
         original(self, distribute_strategy, *args, **kwargs)
     if isinstance(self._distributed_dataset, datasets_lib.TowerDataset) and predicting \
             and self.steps_per_execution == 1:
-        self._distributed_dataset = _Untaken(self._distributed_dataset,
+        self._distributed_dataset = _ReadByStep(self._distributed_dataset,
                                              distribute_strategy.extended.modes)
 
 
-class _Untaken:
-    """A distributed dataset whose batches are taken by the step itself, not by Python before it.
+class _ReadByStep:
+    """A distributed dataset from which the traced step, not Python, takes the batches.
 
-    Iterating over it gives the iterator, as often as is asked; the step that takes from it raises
-    when it has ended.  For a step that takes none it gives the batches.
+    Iterating over it yields its iterator again and again.  The step takes a batch from it, and
+    raises at its end.  If the step does not take iterators, iterating yields batches.
     """
 
     def __init__(self, dataset: datasets_lib.TowerDataset, modes: Any) -> None:
         self._dataset, self._modes = dataset, modes
         self.element_spec = dataset.element_spec
-        modes.takes_iterators = False  # until the function is known
+        modes.takes_iterators = False  # ``make_predict_function``, which runs later, may set it
 
     def __iter__(self) -> Iterator[Any]:
-        taken, self._modes.takes_iterators = self._modes.takes_iterators, False
+        takes_iterators, self._modes.takes_iterators = self._modes.takes_iterators, False
         iterator = iter(self._dataset)
-        return itertools.repeat(iterator) if taken else iterator
+        return itertools.repeat(iterator) if takes_iterators else iterator
 
 
 def make_function(original: Callable[..., Any], self: Any, step_function: Any) -> Any:
-    """Adopts what was built since ``compile``; splits the plain data of ``*_on_batch``."""
+    """The hook for ``_make_function``: the function of train and test steps on towers.
+
+    It adopts variables that were built since ``compile``, and splits the data of ``*_on_batch``.
+    """
     strategy = training_rules.strategy_of(self, names)
     if strategy is None:
         return original(self, step_function)
-    with _towers_alone_compiled(self) as compiles:
+    with _without_jit_of_step(self) as compiles:
         take = step = original(self, step_function)
         if self.steps_per_execution == 1:
-            # Keras' way hands each step's logs over in an optional, which Python opens.  The step
-            # in it is no function of its own, unless XLA compiles it.
-            with hooks.having(self, _run_eagerly=self._run_eagerly or not self.jit_compile):
-                bare = original(self, step_function)
-            take = _taking(self, bare)
+            # Keras' function returns a step's logs in an optional, which Python opens.  Ours calls
+            # Keras' step directly; it is a function of its own only if XLA compiles it.
+            with hooks.patched(self, _run_eagerly=self._run_eagerly or not self.jit_compile):
+                one_step = original(self, step_function)
+            take = _with_get_next(self, one_step)
     trains = step_function == self.train_step
     adopting.adopt_state(strategy, self, names)
 
     def function(iterator: Any) -> Any:
         call = take
         if not isinstance(iterator, (tf.data.Iterator, tf.distribute.DistributedIterator)):
-            iterator = (training_rules.split_plain(strategy, data) for data in iterator)
+            iterator = (training_rules.split_data(strategy, data) for data in iterator)
             call = step
         elif isinstance(iterator, prefetching.PrefetchedIterator) and take is step:
             iterator.read_once()  # as Keras' loop over several steps does
@@ -113,8 +124,8 @@ def make_function(original: Callable[..., Any], self: Any, step_function: Any) -
     return function
 
 
-def _taking(model: Any, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """A step of ``model`` that takes its batch out of an iterator by itself."""
+def _with_get_next(model: Any, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A step of ``model`` that takes an iterator, and takes its batch from it."""
 
     def take(iterator: Any) -> Any:
         return step([iterator.get_next()])
@@ -123,7 +134,8 @@ def _taking(model: Any, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def make_predict_function(original: Callable[..., Any], self: Any, force: bool = False) -> Any:
-    result, strategy = _made(original, self, force), self.distribute_strategy
+    """The hook for ``make_predict_function``: the function of predict steps on towers."""
+    result, strategy = _make_predict(original, self, force), self.distribute_strategy
     hooked = names.TRAINER.make_predict_function
     if kind.is_tower_strategy(strategy):
         strategy.extended.modes.takes_iterators = (
@@ -132,23 +144,23 @@ def make_predict_function(original: Callable[..., Any], self: Any, force: bool =
     return result
 
 
-def _made(original: Callable[..., Any], self: Any, force: bool) -> Any:
+def _make_predict(original: Callable[..., Any], self: Any, force: bool) -> Any:
     before = self.predict_function
-    with _towers_alone_compiled(self) as compiles:
+    with _without_jit_of_step(self) as compiles:
         result, step = original(self, force), self.predict_function
     if step is before or not kind.is_tower_strategy(self.distribute_strategy):
         return result
-    take = _taking(self, step)
+    take = _with_get_next(self, step)
 
     def function(steps: Any) -> Any:
-        # A model that is not adopted predicts on the towers in whose scope it is called.
+        # A model that is not adopted predicts on the towers of the current scope's strategy.
         strategy = self.distribute_strategy
         if not kind.is_tower_strategy(strategy):
             return step(steps)
         with strategy.extended.step(compiles):
             if isinstance(steps[0], tf.distribute.DistributedIterator):
                 return take(steps[0])
-            return step([training_rules.split_plain(strategy, data) for data in steps])
+            return step([training_rules.split_data(strategy, data) for data in steps])
 
     function.takes_iterators = True  # type: ignore[attr-defined]
     self.predict_function = function
@@ -157,61 +169,62 @@ def _made(original: Callable[..., Any], self: Any, force: bool) -> Any:
 
 def symbolic_build(original: Callable[..., Any], self: Any, iterator: Any = None,
                    data_batch: Any = None) -> Any:
-    """Builds model, metrics and optimizer before the step is traced: one trace is enough then.
+    """The hook for ``_maybe_symbolic_build``: builds before the step is traced, to trace it once.
 
-    What cannot be called symbolically, or has a step of its own, which may hand it and its loss
-    and metrics something else than the data, is left to the trace, as without a strategy; so are
-    the user's errors.
+    It builds model, metrics and optimizer.  A model that cannot be called symbolically is built by
+    the trace, as without a strategy; the trace raises the user's errors, too.  So is a model with
+    its own step, which may pass other values than the data to the model, its loss and metrics.
     """
     strategy = training_rules.strategy_of(self, names)
     if strategy is None:
         adopting.check_trains_on_towers(self, tf.distribute.get_strategy())
         return original(self, iterator, data_batch)
     if self.train_function is None:
-        # The optimizer is built here, around weights that may have been built outside.
+        # The optimizer is built here, for weights that may have been built outside of the scope.
         adopting.adopt_state(strategy, self, names)
     if any(getattr(type(self), step) is not getattr(names.TRAINER, step)
            for step in ("train_step", "test_step")):
         return
     if iterator is not None:
         data_batch = _batch_spec(iterator._distributed_dataset.element_spec)
-    with contextlib.suppress(Exception), strategy.scope(), _of_known_outputs(self):
+    with contextlib.suppress(Exception), strategy.scope(), _with_known_outputs(self):
         self._symbolic_build(data_batch=data_batch)
 
 
-def _of_known_outputs(model: Any) -> contextlib.AbstractContextManager[None]:
-    """Within, a functional model that knows its outputs gives tensors like these, if called.
+def _with_known_outputs(model: Any) -> contextlib.AbstractContextManager[None]:
+    """A context in which calling a functional model returns placeholders, without its layers.
 
-    Keras calls it for their shapes and dtypes alone.
+    Keras calls it only for the shapes and dtypes of the outputs, which the model knows.
     """
-    functional = getattr(model, "_functional", model)  # that of a Sequential
+    functional = getattr(model, "_functional", model)  # a Sequential has one inside
     outputs = getattr(functional, "_outputs_struct", None)
-    if outputs is None or type(model).call not in names.OPENED or "call" in vars(model) or any(
+    if outputs is None or type(model).call not in names.GRAPH_CALLS or "call" in vars(model) or any(
             None in each.shape[1:] or each.sparse for each in tree.flatten(outputs)):
         return contextlib.nullcontext()
-    return hooks.having(model, call=lambda *_, **__: tree.map_structure(
+    return hooks.patched(model, call=lambda *_, **__: tree.map_structure(
         lambda each: tf.compat.v1.placeholder(each.dtype, each.shape), outputs))
 
 
 def _batch_spec(element_spec: Any) -> Any:
-    """Shapes and dtypes of a batch of any number of rows, from the spec of its sub-batches."""
+    """The shapes and dtypes of a batch with an open number of rows, by its sub-batches' spec."""
 
-    def whole(spec: Any) -> Any:
+    def batch_spec(spec: Any) -> Any:
         if rows_lib.is_absent(spec) or isinstance(spec, tf.OptionalSpec):
             return None
         spec = spec._component_specs[0] if isinstance(spec, _tf.PerReplicaSpec) else spec
         shape = spec.shape.as_list()
         return types.SimpleNamespace(shape=(None, *shape[1:]) if shape else (), dtype=spec.dtype)
 
-    return tree.map_structure(whole, element_spec)
+    return tree.map_structure(batch_spec, element_spec)
 
 
 def next_seed(original: Callable[..., Any], self: Any, ordered: bool = True) -> Any:
+    """The hook for ``SeedGenerator.next``: each tower gets a seed of its own."""
     tower = contexts.splitting_tower()
     if tower is None:
         return original(self, ordered)
     state = rules.held_variable(self.state)
-    state._alike_on_all = True  # every machine counts alike, so what is written need not cross
+    state._alike_on_all = True  # all machines write the same value, so it need not cross
     try:
         seed = original(self, ordered)
     finally:

@@ -1,1 +1,1 @@
-"""What is hooked in tf_keras: :mod:`hooks` is the table, the other files are its subjects."""
+"""The hooks into tf_keras: :mod:`hooks` is the table, the other files have the replacements."""

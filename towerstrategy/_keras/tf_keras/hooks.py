@@ -1,9 +1,8 @@
 """The table of hooks into tf_keras (``TF_USE_LEGACY_KERAS=1``).
 
-Goes in: the imported Keras.  Comes out: the same, with every hook of :data:`HOOKS`, and of
-:data:`STAGES` where it is needed; the files beside this one hold what they do, by subject.
-Upstream places are those of tf_keras 2.21; ``tests/_keras/keras_hooks_test.py`` fails where one
-has moved.
+Goes in: the imported Keras.  Comes out: :data:`HOOKS` and, for strategies with stages,
+:data:`STAGES`.  The files beside this one have the replacements, by subject.  Owners and names are
+those of tf_keras 2.21; ``tests/_keras/keras_hooks_test.py`` fails if a release has moved one.
 """
 
 from __future__ import annotations
@@ -27,56 +26,57 @@ from towerstrategy._keras.tf_keras import (
     training as training_lib,
 )
 
-# What is hooked and why; the test of upstream names reads this.
+# The hooks that every strategy needs.
 HOOKS: dict[tuple[Any, str], hooks.Hook] = {
     (losses_utils, "scale_loss_for_distribution"): hooks.Hook(
         optimizers_rules.scale_loss,
-        "scales a replica's mean by 1/R; a tower's counts by its share of the rows"),
+        "multiplies a replica's mean by 1/R; a tower's mean needs the tower's share of the rows"),
     (keras_losses.Loss, "_get_reduction"): hooks.Hook(
         optimizers.get_reduction,
-        "refuses means under a strategy; in a step that has all rows they are one device's"),
+        "refuses means in a strategy's scope, also in a step that has all rows, as on one device"),
     **{(cls, "apply_gradients"): hooks.Hook(
-        optimizers.apply_gradients, "merge first, then Keras' own code once")
+        optimizers.apply_gradients,
+        "clips and decays each replica's gradients; they have to be merged first")
        for cls in (new_optimizer.Optimizer, optimizer_v2.OptimizerV2,
                    loss_scale_optimizer.LossScaleOptimizerV3)},
     (new_optimizer.Optimizer, "_distributed_apply_gradients_fn"): hooks.Hook(
         optimizers.distributed_apply,
-        "a dozen operations and passes over memory a variable; one where TensorFlow has a kernel"),
+        "makes a dozen operations and passes over memory per variable, even if there is a kernel"),
     (loss_scale_optimizer, "strategy_supports_loss_scaling"): hooks.Hook(
         optimizers.supports_loss_scaling,
-        "refuses strategies with one copy of a variable, which would unscale it once a replica; "
-        "merged gradients are checked and applied once"),
+        "refuses strategies with one copy of each variable, where each replica would unscale it; "
+        "we check and apply merged gradients once"),
     (names.BATCH_NORM, "call"): hooks.Hook(
         batch_norm.call,
-        "has one kernel of all rows alone; without it, a dozen operations and as many for the "
-        "gradient"),
+        "has a kernel over all rows only; without it, it makes a dozen operations, and as many for "
+        "the gradient"),
     (names.BATCH_NORM, "build"): hooks.Hook(
         training_lib.batch_norm_build,
-        "keeps a copy of the moving statistics a replica"),
+        "makes a copy of the moving statistics for each replica"),
     (gru_lstm_utils, "generate_defun_backend"): hooks.Hook(
         recurrent.generate_defun_backend,
-        "leaves cuDNN to TensorFlow's graph optimizer, which finds no call in a partitioned step"),
+        "leaves cuDNN to TensorFlow's graph optimizer, which finds no calls in a partitioned step"),
     (data_adapter.DataHandler, "__init__"): hooks.Hook(
         training_lib.data_handler_init,
-        "predicted rows are to come in the dataset's order"),
+        "does not ask for predictions in the order of the dataset's rows"),
     (training.Model, "compile"): hooks.Hook(
         training_lib.compile,
-        "compiling in the scope adopts"),
+        "does not adopt a model that is compiled in the scope"),
     (training.Model, "__setattr__"): hooks.Hook(
         training_lib.set_attribute,
-        "makes functions for steps of which TensorFlow optimizes the graph too long, and around "
-        "weights that were built since compile, or of a model that is not adopted"),
+        "stores step functions whose graphs TensorFlow takes too long to optimize, or that use "
+        "weights built since compile, or a model that is not adopted"),
     (callbacks.CallbackList, "set_model"): hooks.Hook(
         training_lib.set_model,
-        "BackupAndRestore lists the strategies that it works with, and deletes a backup file by "
-        "file"),
+        "has BackupAndRestore, which works with listed strategies only, and deletes a backup file "
+        "by file"),
 }
-# Those that only a strategy whose towers have stages needs.
+# The hooks that only a strategy with stages needs.
 STAGES: dict[tuple[Any, str], hooks.Hook] = {
     (base_layer.Layer, "__init__"): hooks.Hook(
         stages.layer_init,
-        "does not know for which stage of a tower a layer is made"),
+        "does not remember the stage for which a layer is made"),
     (base_layer.Layer, "__call__"): hooks.Hook(
         functools.partial(stages.layer_call, names),
-        "runs every layer of a tower on one device"),
+        "runs all layers of a tower on one device"),
 }

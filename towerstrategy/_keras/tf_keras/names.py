@@ -1,7 +1,7 @@
-"""How tf_keras names things: what the rules for both Kerases ask for.
+"""The names of tf_keras: its classes and attributes, for the code that both Kerases share.
 
-Goes in: a tf_keras model, optimizer, metric or variable.  Comes out: what it holds.
-``keras3.names`` says what each name here is.
+Goes in: a tf_keras model, optimizer, metric or layer.  Comes out: its variables or metrics.
+``keras3.names`` says what each name means.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from towerstrategy import _tensorflow as _tf
 from towerstrategy.variables import one_copy, rules, tower_local
 
 MODEL = TRAINER = training.Model
-# Optimizers take whatever strategy is there, and only their slots count.
+# An optimizer works with any strategy; only its slots belong to one.
 OWNER, OWNER_OF_OPTIMIZER = "_distribution_strategy", ""
-ENTRIES = ("compile",)  # all others enter the model's scope first
+ENTRIES = ("compile",)  # all other methods enter the model's scope first
 METRIC = base_metric.Metric
 OPTIMIZERS = (new_optimizer.Optimizer, optimizer_v2.OptimizerV2,
               loss_scale_optimizer.LossScaleOptimizer, loss_scale_optimizer.LossScaleOptimizerV3)
-BATCH_NORM, LOOK_UP = batch_normalization.BatchNormalizationBase, embedding.Embedding
-OPENED = functional.Functional.call, sequential.Sequential.call
+BATCH_NORM, EMBEDDING = batch_normalization.BatchNormalizationBase, embedding.Embedding
+GRAPH_CALLS = functional.Functional.call, sequential.Sequential.call
 BUILDERS = "build", "_maybe_build", "_set_save_spec", "_build_graph_network_for_inferred_shape"
 # The attributes that Model sets in __init__ and compile for training.
 TRAINING_STATE = frozenset({
@@ -43,24 +43,25 @@ TRAINING_STATE = frozenset({
 
 
 def compiled_metrics(model: Any) -> list[Any]:
-    given: list[Any] = []
+    """The metrics given to ``compile``, among other values, and the mean of the loss."""
+    metrics: list[Any] = []
     if isinstance(model.compiled_metrics, compile_utils.MetricsContainer):
-        given += tf.nest.flatten((model.compiled_metrics._user_metrics,
-                                  model.compiled_metrics._user_weighted_metrics))
+        metrics += tf.nest.flatten((model.compiled_metrics._user_metrics,
+                                    model.compiled_metrics._user_weighted_metrics))
     if isinstance(model.compiled_loss, compile_utils.LossesContainer):
-        given.append(model.compiled_loss._total_loss_mean)
-    return given
+        metrics.append(model.compiled_loss._total_loss_mean)
+    return metrics
 
 
 def variables_of(layer: Any) -> list[Any]:
-    """All variables of a layer, also of a model that is not built to the end."""
+    """All variables of a layer, also of a model that is only partly built."""
     return [variable for part in layer._flatten_layers()
             for variable in (*part._trainable_weights, *part._non_trainable_weights)]
 
 
 def adopt_metric(strategy: tf.distribute.Strategy, metric: Any) -> list[Any]:
     """Makes a metric's variables tower-local, in place; returns them."""
-    # Of a lone tower, and those that do not say how parts are put together, there is one copy.
+    # With one tower, or without an aggregation to combine the towers' parts, it has one copy.
     local: list[Any] = []
     for layer in metric._flatten_layers():
         for variable in list(layer._trainable_weights) + list(layer._non_trainable_weights):
@@ -71,22 +72,23 @@ def adopt_metric(strategy: tf.distribute.Strategy, metric: Any) -> list[Any]:
                 _replace(layer, variable, parts)
                 variable = parts
             elif not isinstance(variable, one_copy.TowerVariable):
-                one_copy.into_tower_variable(variable, strategy)  # tf_keras looks whose it is
+                one_copy.into_tower_variable(variable, strategy)  # tf_keras checks its strategy
             local.append(variable)
     return local
 
 
 def variables_of_layer(layer: Any) -> Iterator[tuple[Any, bool]]:
+    """A layer's TensorFlow variables, and whether each is trained."""
     trained = {id(variable) for part in layer._flatten_layers() if part.trainable
-               for variable in part._trainable_weights}  # which stay there where it is frozen
+               for variable in part._trainable_weights}  # a frozen layer's list has them, too
     for variable in variables_of(layer):
-        held = rules.held_variable(variable)
-        if isinstance(held, tf.Variable):  # a lookup's table is among the weights, too
-            yield held, id(variable) in trained
+        tf_variable = rules.held_variable(variable)
+        if isinstance(tf_variable, tf.Variable):  # weights also include tables of lookup layers
+            yield tf_variable, id(variable) in trained
 
 
 def _replace(layer: Any, old: Any, new: Any) -> None:
-    """Puts ``new`` wherever ``layer`` holds ``old``, checkpoint dependencies included."""
+    """Replaces ``old`` by ``new`` in a layer's attributes, weights and checkpoint dependencies."""
     for weights in (layer._trainable_weights, layer._non_trainable_weights):
         weights[:] = [new if weight is old else weight for weight in weights]
     for name, value in list(vars(layer).items()):

@@ -1,6 +1,6 @@
-"""Hooks into tf_keras: what an optimizer does with the towers' gradients.
+"""Hooks into tf_keras: optimizers merge the towers' gradients and update by kernels.
 
-Goes in: Keras' own function.  Comes out: the same, right in towers of a ``TowerStrategy``.
+Goes in: Keras' own method and its arguments.  Comes out: its result, right for towers, too.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from towerstrategy._keras.tf_keras import names
 from towerstrategy.placement import kind
 from towerstrategy.variables import rules
 
-# Keras' way to update -> the kernel that does the same.
+# Keras' ``update_step`` -> the kernel that does the same.
 _KERNELS: dict[Any, one_pass.Rule] = {
     sgd.SGD.update_step: one_pass.sgd,
     adam.Adam.update_step: one_pass.adam,
@@ -27,6 +27,7 @@ _KERNELS: dict[Any, one_pass.Rule] = {
 
 
 def get_reduction(original: Callable[..., Any], self: Any) -> Any:
+    """The hook for ``Loss._get_reduction``: allows means in a step that has all rows."""
     if not contexts.has_all_rows():
         return original(self)
     with _tf.no_strategy():
@@ -35,6 +36,7 @@ def get_reduction(original: Callable[..., Any], self: Any) -> Any:
 
 def apply_gradients(original: Callable[..., Any], self: Any, grads_and_vars: Any, *args: Any,
                     **kwargs: Any) -> Any:
+    """The hook for ``apply_gradients``: merges the gradients first."""
     grads_and_vars = list(grads_and_vars)
     targets = [target for _, target in grads_and_vars]
     return optimizers_rules.apply(
@@ -44,34 +46,36 @@ def apply_gradients(original: Callable[..., Any], self: Any, grads_and_vars: Any
 
 
 def _are_merged(original: Callable[..., Any], args: Any, kwargs: Any) -> bool:
-    """Whether a call of an optimizer's ``apply_gradients`` says that its gradients are merged."""
-    given = inspect.signature(original).bind(None, None, *args, **kwargs).arguments
-    given = {**given, **given.get("kwargs", {})}
-    return bool(given.get("skip_gradients_aggregation", False)
-                or not given.get("experimental_aggregate_gradients", True))
+    """Whether these arguments of ``apply_gradients`` say that the gradients are merged."""
+    arguments = inspect.signature(original).bind(None, None, *args, **kwargs).arguments
+    arguments = {**arguments, **arguments.get("kwargs", {})}
+    return bool(arguments.get("skip_gradients_aggregation", False)
+                or not arguments.get("experimental_aggregate_gradients", True))
 
 
 def supports_loss_scaling(original: Callable[..., Any]) -> bool:
+    """The hook for ``strategy_supports_loss_scaling``: a ``TowerStrategy`` does."""
     return kind.is_tower_strategy(tf.distribute.get_strategy()) or original()
 
 
 def distributed_apply(original: Callable[..., Any], self: Any, distribution: Any, *args: Any,
                       **kwargs: Any) -> Any:
+    """The hook for ``_distributed_apply_gradients_fn``: by kernels where there are some."""
     if not kind.is_tower_strategy(distribution):
         return original(self, distribution, *args, **kwargs)
     rule, update = _KERNELS.get(getattr(self.update_step, "__func__", None)), self._update_step
     step = one_pass.Step(self, rule, self.learning_rate)
 
-    # Where there are GPUs Keras has XLA compile each variable's update, and gives it a key.  XLA
-    # reads and writes no variable of another device, as the learning rate's may be.
+    # With GPUs, Keras lets XLA compile each variable's update, and passes a key.  XLA cannot read
+    # a variable of another device, and the learning rate may be on another one.
     def update_step(gradient: Any, variable: Any, key: int | None = None) -> Any:
         del key
         index = self._index_dict.get(self._var_key(variable))
         if index is None or not step.update(
                 rules.held_variable(variable), gradient,
-                lambda held: getattr(self, held)[index]):
+                lambda attribute: getattr(self, attribute)[index]):
             return update(gradient, variable)
         return None
 
-    with hooks.having(self, _update_step=update_step, _update_step_xla=update_step):
+    with hooks.patched(self, _update_step=update_step, _update_step_xla=update_step):
         return original(self, distribution, *args, **kwargs)

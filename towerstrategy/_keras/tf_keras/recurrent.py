@@ -1,9 +1,9 @@
 """Hooks into tf_keras: LSTM and GRU on GPUs.
 
-Goes in: Keras' own function.  Comes out: the same, by cuDNN's kernel in a step on GPU towers.
+Goes in: Keras' implementation for any device.  Comes out: cuDNN's in a step on GPU towers.
 
-Keras calls a function for any device, and TensorFlow's graph optimizer puts the one for cuDNN in
-its place where the call is on a GPU.  A partitioned step has the function's operations alone.
+Keras calls a function, and TensorFlow's graph optimizer replaces a call on a GPU by the function
+that uses cuDNN.  In a partitioned step the function is inlined, so there is no call to replace.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ _WITH_CUDNN = {lstm.standard_lstm: lstm.gpu_lstm, gru.standard_gru: gru.gpu_gru}
 
 def generate_defun_backend(original: Callable[..., Any], api: str, device: str,
                            layer: Callable[..., Any], attributes: Any) -> Callable[..., Any]:
+    """The hook for ``generate_defun_backend``; ``layer`` is ``standard_lstm`` or another."""
     placement = tf.distribute.get_strategy().extended.placement if contexts.has_all_rows() else None
     if layer not in _WITH_CUDNN or placement is None or placement.kinds != {"GPU"}:
         return original(api, device, layer, attributes)
 
-    def call(*, zero_output_for_mask: bool, **given: Any) -> Any:
+    def call(*, zero_output_for_mask: bool, **kwargs: Any) -> Any:
         return control_flow_util.smart_cond(
             gru_lstm_utils.is_cudnn_supported_inputs(
-                given["mask"], given["time_major"], given["sequence_lengths"]),
-            lambda: _WITH_CUDNN[layer](**given),
-            lambda: layer(zero_output_for_mask=zero_output_for_mask, **given))
+                kwargs["mask"], kwargs["time_major"], kwargs["sequence_lengths"]),
+            lambda: _WITH_CUDNN[layer](**kwargs),
+            lambda: layer(zero_output_for_mask=zero_output_for_mask, **kwargs))
 
     return call

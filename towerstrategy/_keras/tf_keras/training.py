@@ -1,6 +1,6 @@
-"""Hooks into tf_keras: ``compile``, the step functions, and callbacks that write files.
+"""Hooks into tf_keras: ``compile``, step functions, and callbacks that write files.
 
-Goes in: Keras' own function.  Comes out: the same, right in towers of a ``TowerStrategy``.
+Goes in: Keras' own method and its arguments.  Comes out: its result, right for towers, too.
 """
 
 from __future__ import annotations
@@ -19,20 +19,22 @@ from towerstrategy.placement import kind
 
 
 def data_handler_init(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
+    """The hook for ``DataHandler.__init__``: ``predict`` gets its rows in order."""
     strategy = tf.distribute.get_strategy()
     if not kind.is_tower_strategy(strategy):
         return original(self, *args, **kwargs)
-    # Model.predict alone hands over no labels, not even None.
+    # All methods but Model.predict pass labels, or None.
     with strategy.extended.modes.within(in_order=len(args) < 2 and "y" not in kwargs):
         original(self, *args, **kwargs)
 
 
-# tf_keras looks in compile whether all variables are the strategy's.
+# tf_keras' compile checks that all variables are the strategy's.
 compile = functools.partial(
     training_rules.compile, names, lambda _, strategy: strategy.extended.modes.within(adopts=True))
 
 
 def batch_norm_build(original: Callable[..., Any], self: Any, input_shape: Any) -> Any:
+    """The hook for ``BatchNormalization.build``: moving statistics have one copy."""
     strategy = tf.distribute.get_strategy()
     if not kind.is_tower_strategy(strategy):
         return original(self, input_shape)
@@ -41,25 +43,26 @@ def batch_norm_build(original: Callable[..., Any], self: Any, input_shape: Any) 
 
 
 def _one_copy_of_means(next_creator: Callable[..., Any], **kwargs: Any) -> Any:
-    """Makes what tf_keras wants a part of on each tower, with their mean, as one copy."""
+    """Makes one copy of a variable that tf_keras wants on each tower, with ``MEAN`` aggregation."""
     if kwargs.get("aggregation") == tf.VariableAggregation.MEAN:
         kwargs["synchronization"] = tf.VariableSynchronization.ON_WRITE
     return next_creator(**kwargs)
 
 
 def set_attribute(original: Callable[..., Any], self: Any, name: str, value: Any) -> None:
-    """Wraps functions that run steps; puts hooks into a model that is made in the scope."""
-    if name in _FUNCTIONS and value is not None and not hasattr(value, "in_step_of"):
-        value = _in_step(self, name, value)
+    """The hook for ``Model.__setattr__``: wraps step functions, and methods of a new model."""
+    if name in _FUNCTIONS and value is not None and not hasattr(value, "runs_steps_of"):
+        value = _on_towers(self, name, value)
     original(self, name, value)
     if name == names.OWNER and kind.is_tower_strategy(value):
-        hooks.enter_with(self, names.ENTRIES)
+        hooks.wrap_methods(self, names.ENTRIES)
 
 
 _FUNCTIONS = ("train_function", "test_function", "predict_function")
 
 
-def _in_step(model: Any, name: str, step: Callable[..., Any]) -> Callable[..., Any]:
+def _on_towers(model: Any, name: str, step: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that runs ``step`` on the towers; ``step`` itself if the model has none."""
     strategy = model._distribution_strategy
     if name == "predict_function":
         strategy = model.distribute_strategy
@@ -68,7 +71,7 @@ def _in_step(model: Any, name: str, step: Callable[..., Any]) -> Callable[..., A
     if not kind.is_tower_strategy(strategy):
         return step
     if name != "predict_function":
-        # What was built after compile, outside of the scope.
+        # Variables may have been built after compile, outside of the scope.
         adopting.adopt_state(strategy, model, names)
     compiles = training_rules.compiles_towers(model)
 
@@ -77,11 +80,12 @@ def _in_step(model: Any, name: str, step: Callable[..., Any]) -> Callable[..., A
         return strategy.extended.call_step(step, iterator, compiles,
                                            model if name == "train_function" else None)
 
-    function.in_step_of = strategy  # type: ignore[attr-defined]
+    function.runs_steps_of = strategy  # type: ignore[attr-defined]
     return function
 
 
 def set_model(original: Callable[..., Any], self: Any, model: Any) -> None:
+    """The hook for ``CallbackList.set_model``: replaces ``BackupAndRestore``."""
     if kind.is_tower_strategy(model.distribute_strategy):
         self.callbacks = [
             callbacks.with_methods(callback, _WholeBackup)
@@ -92,7 +96,7 @@ def set_model(original: Callable[..., Any], self: Any, model: Any) -> None:
 
 
 class _WholeBackup(keras_callbacks.BackupAndRestore):
-    """A ``BackupAndRestore`` that knows our strategies, and deletes a backup at once."""
+    """A ``BackupAndRestore`` that supports our strategies, and deletes a backup in one step."""
 
     def on_train_begin(self, logs: Any = None) -> None:
         supported = self._supported_strategies  # type: ignore[has-type]

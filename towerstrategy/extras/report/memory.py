@@ -85,13 +85,13 @@ def estimate_memory(model: Any, towers: int = 2) -> Estimate:
     one memory        the CPU                     3.8    7.6       19.1      30.5
     """
     count = names.count("towers", towers, sys.maxsize, "how many there are to be")
-    slots = sum(map(homes_lib.size_of, _keras.slots_of(model)))
+    slots = sum(map(homes_lib.size_of, _keras.optimizer_slots(model)))
     if not model.weights:
         raise ValueError(f"model {model.name!r} has no weights yet, so nothing is known of it: "
                          "build it, or call it with a batch, first.")
     weights = sum(map(homes_lib.size_of, model.weights))
     # Rows of tables are looked up where these are.
-    tables = sum(map(homes_lib.size_of, _keras.tables_of(model)))
+    tables = sum(map(homes_lib.size_of, _keras.embedding_tables(model)))
     trained = sum(map(homes_lib.size_of, model.trainable_weights)) - tables
     # Where a table is: an update goes over all of it, with its gradient and another made whole.
     # Without slots rows alone are written, and the first write copies the table.

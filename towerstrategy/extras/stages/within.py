@@ -29,7 +29,7 @@ class Stages(threading.local):
     """The stages, and the micro-batches, of the towers of one strategy."""
 
     index: int | None = None  # the stage of what this thread makes or calls here
-    asked: int | None = None  # the same, where the user has said it around what runs here
+    chosen: int | None = None  # the same, where the user has said it around what runs here
 
     def __init__(self, placement: devices_lib.Placement) -> None:
         self._placement = placement
@@ -38,19 +38,19 @@ class Stages(threading.local):
             _tf.RECORD.wrap(_recorded_in_its_stage)
 
     @contextlib.contextmanager
-    def within(self, index: int | None, asked: bool = False) -> Iterator[None]:
+    def within(self, index: int | None, chosen: bool = False) -> Iterator[None]:
         """Within, what is made or called is of that stage, or of none.
 
         What a tower does there is done on the stage's device, unless it is in a function that the
         tower calls.
         """
-        before = self.index, self.asked
-        self.index, self.asked = index, index if asked else None
+        before = self.index, self.chosen
+        self.index, self.chosen = index, index if chosen else None
         try:
             with _placed(self._placement, index):
                 yield
         finally:
-            self.index, self.asked = before
+            self.index, self.chosen = before
 
     def placer(self, graph: tf.Graph, replica: int) -> Placer:
         """What puts operations of ``replica``, traced in ``graph``, on its stages' devices."""
@@ -88,7 +88,7 @@ def _recorded_in_its_stage(original: Callable[..., Any], op_type: Any, output_te
     tower = contexts.current()
     stages = None if tower is None else tower.strategy.extended.stages
     if stages is not None and stages.index is not None:
-        backward_function = stages.within(stages.index, asked=True)(backward_function)
+        backward_function = stages.within(stages.index, chosen=True)(backward_function)
     return original(op_type, output_tensors, input_tensors, backward_function, forward_function)
 
 
