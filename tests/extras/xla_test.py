@@ -131,7 +131,7 @@ class KerasTest(parameterized.TestCase):
         with strategy.scope():
             model = keras.Sequential([keras.Input([3]), dense(keras, 4, "tanh"), dense(keras, 1)])
             model.compile(keras.optimizers.Adam(clipnorm=1.), "mse", jit_compile=True)
-        with mock.patch.object(xla, "STRETCH", 1), marked() as operations:
+        with mock.patch.object(xla, "WEIGHTS_PER_FUNCTION", 1), marked() as operations:
             model.train_on_batch(ROWS, TARGETS)
         owners = collections.defaultdict(set)
         for one in operations:
@@ -151,7 +151,7 @@ class KerasTest(parameterized.TestCase):
 
         wanted = results(model_of(keras, layers, None, False))
         kernels = 4 * (3 * 4 + 4 * 5)  # bytes of the first two
-        with mock.patch.object(xla, "STRETCH", kernels), marked() as operations:
+        with mock.patch.object(xla, "WEIGHTS_PER_FUNCTION", kernels), marked() as operations:
             assert_same(results(model_of(keras, layers, towers(2), True)), wanted)
         stretches = collections.defaultdict(list)
         for one in operations:

@@ -1,1 +1,1 @@
-"""What the core does not know: each part hangs on one seam, put in by the strategy."""
+"""Features that the core does not import: the strategy attaches each of them at one seam."""

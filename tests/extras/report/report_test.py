@@ -748,7 +748,7 @@ class QuietTest(absltest.TestCase):
         recording = sample_lib.Recording("sample")
         with mock.patch.object(tf.profiler.experimental, "stop", stop), \
                 self.assertRaisesRegex(OSError, "no space"):
-            recording.of(fails)
+            recording.run(fails)
         tf.profiler.experimental.stop(save=False)
         return left[0]
 

@@ -1,1 +1,1 @@
-"""For people to read: where everything sits, how busy the towers are, what is held where."""
+"""Reports for people: devices and their variables, memory, and how busy the towers are."""

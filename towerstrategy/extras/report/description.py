@@ -1,4 +1,4 @@
-"""Where everything sits, for people to read.
+"""The text of ``strategy.describe``.
 
 Goes in: a strategy.  Comes out: a table of its devices, their roles, variables and bytes.
 """
@@ -17,15 +17,15 @@ from towerstrategy.placement import devices as devices_lib, homes as homes_lib, 
 
 def describe(strategy: tf.distribute.Strategy, state: Sequence[tuple[str, str, str]] = (),
              stages: Sequence[tuple[str, str, str]] = ()) -> str:
-    """A table of the strategy's devices: their role, and the variables and bytes they hold.
+    """Tables: the strategy's devices, then the stages and state of a model, and slow operations.
 
     Args:
       strategy: a ``TowerStrategy``.
-      state: lines of a second table: what is kept where, and how it is merged.
-      stages: lines of another table: the layers and the bytes of each stage.
+      state: the lines of a table of a model's state: where it is kept, and how it is merged.
+      stages: the lines of a table of a model's stages: their bytes and layers.
     """
-    text = _described(strategy)
-    done_once = [(kind, f"{gathered:,}", name, line) for kind, (name, gathered, line)
+    text = _devices(strategy)
+    done_once = [(op_type, f"{gathered:,}", name, line) for op_type, (name, gathered, line)
                  in strategy.extended.done_with_all_rows.items()]
     for title, header, lines, numbers in (
             ("Stages of the model", ("stage", "bytes", "layers"), stages, (1,)),
@@ -37,7 +37,8 @@ def describe(strategy: tf.distribute.Strategy, state: Sequence[tuple[str, str, s
     return text
 
 
-def _described(strategy: tf.distribute.Strategy) -> str:
+def _devices(strategy: tf.distribute.Strategy) -> str:
+    """The table of the strategy's devices, with its title."""
     placement = getattr(getattr(strategy, "extended", None), "placement", None)
     if placement is None:
         raise refused.wrong_type("strategy", strategy, "a TowerStrategy")
@@ -61,29 +62,30 @@ def _described(strategy: tf.distribute.Strategy) -> str:
 
 
 def _shares(strategy: tf.distribute.Strategy) -> dict[str, str]:
-    """Each tower's share of a batch, by its device; nothing where none were asked for."""
+    """Each tower's share of a batch, by its device; empty if the user asked for no shares."""
     extended, placement = strategy.extended, strategy.extended.placement
     if placement.shares is None:
         return {}
     parts, number = placement.micro_batches, strategy.num_replicas_in_sync
     units = extended.inputs.units or (1,) * number
-    here = units[extended.first_replica::parts]
+    local_units = units[extended.first_replica::parts]
     return {names.short_name(tower): f"{unit * parts / sum(units):.1%}"
-            for tower, unit in zip(placement.devices, here)}
+            for tower, unit in zip(placement.devices, local_units)}
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[Any]], numbers: Sequence[int] = ()) -> str:
-    """A plain text table; the columns whose positions are in ``numbers`` align right."""
+    """A plain text table; the columns whose indices are in ``numbers`` align right."""
     columns = []
-    for place, (name, *cells) in enumerate(zip(header, *rows)):
+    for index, (name, *cells) in enumerate(zip(header, *rows)):
         texts = [name, *map(str, cells)]
-        width, pad = max(map(len, texts)), str.rjust if place in numbers else str.ljust
+        width, pad = max(map(len, texts)), str.rjust if index in numbers else str.ljust
         texts.insert(1, "-" * width)
         columns.append([pad(text, width) for text in texts])
     return "\n".join("  ".join(line).rstrip() for line in zip(*columns))
 
 
 def _roles(placement: devices_lib.Placement) -> dict[str, str]:
+    """The role of each device."""
     roles = {names.short_name(device): f"tower {number}"
              for number, device in enumerate(placement.devices)}
     if placement.rows:

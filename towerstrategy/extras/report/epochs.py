@@ -1,8 +1,8 @@
-"""What is known of an epoch of a training: rows and times of each part of a step.
+"""Measures the epochs of a training: rows of the towers, times of each part of a step.
 
-Goes in: a model that trains, from the beginning of its training to the end, whose rows are counted
-and of which now and then a step is sampled.  Comes out: an :class:`Epoch` each, whose ``str`` is a
-table, and nothing that stays behind.
+Goes in: a model that trains; its rows are counted, and now and then a step is sampled.  Comes out:
+an :class:`Epoch` for each epoch, whose ``str`` is a table.  After the training nothing stays
+installed.
 """
 
 from __future__ import annotations
@@ -21,34 +21,34 @@ from towerstrategy.extras.report import description, quiet, sample as sample_lib
 from towerstrategy.extras.report.sample import Sample
 from towerstrategy.placement import devices as devices_lib, names
 
-# Calls of the training function in a training that are not typical: the first traces.
+# Calls of the train function at the start that are not typical: the first one traces.
 _WARM_UP = 2
-# A training of fewer seconds may be looked at as much as one of these.
+# A training of fewer seconds may spend as much on samples as one of this many.
 _SHORT = 20
 
-# Gives the rows so far, by tower; None where the elements have no rows to be counted.
+# Returns each tower's rows so far; None if the elements have no rows to count.
 Count = Callable[[], "list[int] | None"]
 
 
 def followed(towers: int, first: int, dataset: tf.data.Dataset,
              rows_of: Callable[[Any], Any]) -> tuple[tf.data.Dataset, Count | None]:
-    """An :data:`iterators.Follow` of these towers: a dataset, counted, and its count."""
-    here, has_rows = slice(first, first + towers), True
+    """An :data:`iterators.Follow`: the dataset, in which rows are counted, and the count."""
+    local, has_rows = slice(first, first + towers), True
 
     def add(*element: Any) -> Any:
         nonlocal has_rows
         rows = rows_of(element)
         has_rows = has_rows and rows is not None
-        if rows is not None:  # of this machine's towers, or of all
-            counts.assign_add(rows if rows.shape == counts.shape else rows[here], read_value=False)
+        if rows is not None:  # of the towers of this machine or of all machines
+            counts.assign_add(rows if rows.shape == counts.shape else rows[local], read_value=False)
         return element if len(element) > 1 else element[0]
 
     with quiet.harmless("count the towers' rows"):
         with tf.init_scope(), tf.device("CPU:0"):
-            # Neither tf.Variable nor traced: it must not become a variable of the strategy.
+            # Neither tf.Variable nor made in a trace: it must not become the strategy's variable.
             counts = _tf.ResourceVariable(tf.zeros([towers], tf.int64), trainable=False)
         options = tf.data.Options()
-        # A buffer after this one would count what nobody has taken.
+        # With a buffer after the count, rows would count before a step takes them.
         options.experimental_optimization.inject_prefetch = False
         return (_tf.map_in_place(dataset, add).with_options(options),
                 lambda: counts.numpy().tolist() if has_rows else None)
@@ -57,16 +57,17 @@ def followed(towers: int, first: int, dataset: tf.data.Dataset,
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A line of the table: a tower, a stage of one, or another part of the step.
+    """A line of the table: a tower, a stage of a tower, or another part of the step.
 
     Attributes:
       name: such as ``"tower 0"``, ``"tower 0, stage 1"`` or ``"merge"``.
       device: where it runs.
-      rows: a tower's rows in this epoch, or those of "merge" in eager steps, which it does for all
-        towers; None where they were not counted, and for other parts.
-      seconds: in a step, the time in which at least one operation of it was running; of a stage,
-        of its layers.
-      idle: a tower's or stage's share of the step in which none was; None for other parts.
+      rows: a tower's rows in this epoch; in eager steps, which run on the merge device, "merge" has
+        the rows of all towers.  None if they were not counted, and for other parts.
+      seconds: the time of a step in which at least one operation of this part was running; for a
+        stage, an operation of its layers.
+      idle: the share of the step in which no operation of a tower or stage was running; None for
+        other parts.
     """
 
     name: str
@@ -88,15 +89,15 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Epoch:
-    """What ``TowerReport`` knows of an epoch; ``str`` makes the table of it.
+    """The measurements of ``TowerReport`` for an epoch; ``str`` makes a table of them.
 
     Attributes:
-      number: the epoch, counted from 0 as Keras counts.
-      seconds: how long it took, validation included.
+      number: the number of the epoch, from 0, as in Keras.
+      seconds: its duration, with validation.
       parts: the lines of the table.
-      sample: the times of one step, or None: none has been sampled yet.
-      sampled_in: the epoch that the sampled step belongs to.
-      shares: the towers' shares at its end, where they are unequal or measured; else None.
+      sample: the times of one step; None if no step has been sampled yet.
+      sampled_in: the epoch of the sampled step.
+      shares: the towers' shares at its end if they are unequal or measured, else None.
     """
 
     number: int
@@ -113,12 +114,12 @@ class Epoch:
 
     @property
     def sampled(self) -> Sample | None:
-        """The sample, where it is of a step of this epoch."""
+        """The sample if its step belongs to this epoch, else None."""
         return self.sample if self.sampled_in == self.number else None
 
     @property
     def bubble(self) -> float | None:
-        """What all stages were idle of the sampled step, on average; None without stages."""
+        """The mean of the stages' idle shares of the sampled step; None without stages."""
         idle = [part.idle for part in self.parts if part.is_stage and part.idle is not None]
         return sum(idle) / len(idle) if idle else None
 
@@ -147,7 +148,7 @@ class Epoch:
 
     @property
     def brief(self) -> str:
-        """The table, or one line where it would say again what an earlier epoch's has said."""
+        """The table; one line if the sampled step is of an earlier epoch, whose table has it."""
         if self.sample is None or self.sampled:
             return f"\n{self}"
         rows = ", ".join("?" if rows is None else f"{rows:,}" for rows in self.rows)
@@ -156,15 +157,15 @@ class Epoch:
 
 
 class Watch:
-    """Looks at one training of a TowerStrategy's model, step by step: ``extended.modes.watch``.
+    """Watches one training of a TowerStrategy's model, step by step: ``extended.modes.watch``.
 
-    ``most`` is the share of the training's time that may be spent.
+    ``most`` is the share of the training's time that samples may take.
     """
 
     sample: Sample | None = None  # the latest
-    sampled_in: int | None = None  # the epoch it is of
-    tried_in: int | None = None  # the epoch in which one was last tried; there is one try an epoch
-    _spent = _sample_cost = 0.0  # seconds: of all samples, of the last one
+    sampled_in: int | None = None  # the epoch of the latest sample
+    tried_in: int | None = None  # the epoch of the latest try; there is one try per epoch
+    _spent = _sample_cost = 0.0  # seconds that all samples, and the last one, took
     _epoch = _calls = 0
     _from_call = _WARM_UP
 
@@ -180,16 +181,18 @@ class Watch:
             followed, len(self._placement.towers), extended.first_replica)
 
     def begin(self, epoch: int) -> None:
+        """Begins an epoch."""
         self._epoch = epoch
         self._calls = 0
         self._before = {count: count() for count in self._before if count is not None}
         self._epoch_start = time.perf_counter()
 
     def end(self) -> Epoch:
-        """The epoch that ends."""
+        """Ends an epoch and returns its measurements."""
         seconds = time.perf_counter() - self._epoch_start
         shares = self.model.distribute_strategy.shares
-        # Neither an epoch's first step nor its last, which may have fewer rows, if others are left.
+        # Do not sample an epoch's first step, or its last, which may have fewer rows, if there are
+        # other ones.
         self._from_call = max(0, min(_WARM_UP, self._calls - 2))
         return Epoch(self._epoch, seconds, tuple(self._parts(self._rows_taken())), self.sample,
                      self.sampled_in, shares and tuple(shares))
@@ -197,7 +200,7 @@ class Watch:
     def _parts(self, rows: list[int] | None) -> Iterator[Part]:
         placement, merged = self._placement, None
         sample: Any = self.sample
-        if rows is not None and self._eager and len(placement.towers) > 1:  # one device does all
+        if rows is not None and self._eager and len(placement.towers) > 1:  # on the merge device
             merged, rows = sum(rows), [0] * len(rows)
         for tower, device in enumerate(placement.devices):
             row = placement.rows[tower] if placement.rows else ()
@@ -213,20 +216,20 @@ class Watch:
                        merged if name == "merge" else None, sample and getattr(sample, name), None)
 
     def close(self) -> None:
-        """The training has ended, well or not."""
+        """Ends watching; the training has ended or failed."""
         iterators.counting.follow = self._modes.watch = None
 
     def step(self, call: Callable[[Any], Any], iterator: Any) -> Any:
-        """Calls ``call``, a step or several in one, and takes a sample where it is time to."""
+        """Calls ``call``, which runs one step or several, and samples it if it is time to."""
         self._before.setdefault(
             getattr(iterator, "row_count", None), [0] * len(self._placement.towers))
         number, self._calls = self._calls, self._calls + 1
-        wanted = (number >= self._from_call and self.tried_in != self._epoch
-                  and not self._eager and self._spent + self._sample_cost <= self._most
-                  * max(time.perf_counter() - self._start, _SHORT))
+        is_time = (number >= self._from_call and self.tried_in != self._epoch
+                   and not self._eager and self._spent + self._sample_cost <= self._most
+                   * max(time.perf_counter() - self._start, _SHORT))
         try:
-            return self._sampled(call, iterator) if wanted else call(iterator)
-        except (StopIteration, tf.errors.OutOfRangeError):  # the data has ended, and the epoch
+            return self._sampled(call, iterator) if is_time else call(iterator)
+        except (StopIteration, tf.errors.OutOfRangeError):  # the end of the data and the epoch
             raise
         except BaseException:
             self.close()
@@ -237,16 +240,16 @@ class Watch:
         recording = sample_lib.begin("sample a step")
         if recording is None:
             return call(iterator)
-        result = recording.of(lambda: call(iterator))
-        found = recording.end(self._placement)
-        if found is not None:
-            self.sample, self.sampled_in = found, self._epoch
+        result = recording.run(lambda: call(iterator))
+        sample = recording.end(self._placement)
+        if sample is not None:
+            self.sample, self.sampled_in = sample, self._epoch
         self._sample_cost = recording.cost
         self._spent += recording.cost
         return result
 
     def _rows_taken(self) -> list[int] | None:
-        """The rows taken in this epoch from the iterators that were trained on, by tower."""
+        """Each tower's rows in this epoch, from all iterators of train steps; None if unknown."""
         total = [0] * len(self._placement.towers)
         for count, before in self._before.items():
             now = None if count is None else count()

@@ -1,7 +1,7 @@
-"""The report of a training as TensorBoard's events, written without the package ``tensorboard``.
+"""Writes the report of a training for TensorBoard, without the package ``tensorboard``.
 
-Goes in: what ``TowerReport`` found, epoch by epoch, and its picture.  Comes out: files, a run for
-each tower, so that TensorBoard draws the towers into one chart, for each stage, and for the step.
+Goes in: the epochs of ``TowerReport`` and its picture.  Comes out: files of events: a run for each
+tower, so that TensorBoard draws all towers into one chart; one for each stage; one for the step.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _Metadata = type(tf.compat.v1.Summary.Value().metadata)
 
 
 class Events:
-    """Writes one training into ``folder``; ``first_tower`` is this machine's first one's number."""
+    """Writes one training into ``folder``; ``first_tower`` is the first tower on this machine."""
 
     def __init__(self, folder: str | os.PathLike[str], first_tower: int) -> None:
         self._folder = os.fspath(folder)
@@ -27,14 +27,14 @@ class Events:
         self._writers: dict[str, Any] = {}
 
     def write(self, epoch: Epoch) -> None:
-        """An epoch's numbers; times only in the epoch that they were sampled in."""
+        """Writes an epoch's rows, and its times if a step of this epoch was sampled."""
         step = self._step
-        for place, part in enumerate(epoch.parts):
+        for index, part in enumerate(epoch.parts):
             times = {"busy_ms_a_step": part.seconds, "idle_share": part.idle}
-            if part.is_stage:  # on one machine, so towers have the same numbers everywhere
+            if part.is_stage:  # only on one machine, so the name has the tower's right number
                 run, chart = part.name.replace(", ", "_").replace(" ", "_"), "stages"
             elif part.is_tower:
-                number = sum(other.is_tower for other in epoch.parts[:place])
+                number = sum(other.is_tower for other in epoch.parts[:index])
                 run, chart = f"tower_{self._first + number}", "towers"
                 self._scalar(run, "towers/rows", part.rows, epoch.number)
             else:
@@ -46,8 +46,8 @@ class Events:
             self._scalar(step, "step/bubble", epoch.bubble, epoch.number)
 
     def show(self, png: bytes, number: int) -> None:
-        """The picture, as of epoch ``number``."""
-        width, height = struct.unpack(">II", png[16:24])  # PNG's first chunk: its size
+        """Writes the picture, for epoch ``number``."""
+        width, height = struct.unpack(">II", png[16:24])  # the first chunk of a PNG has its size
         self._write(self._step, "towers", "images", [str(width), str(height), png], number)
 
     def close(self) -> None:
@@ -66,6 +66,6 @@ class Events:
         with tf.device("CPU:0"):
             if run not in self._writers:
                 self._writers[run] = tf.summary.create_file_writer(
-                    os.path.join(self._folder, run), max_queue=0)  # an epoch is seen at once
+                    os.path.join(self._folder, run), max_queue=0)  # to show an epoch at once
             with self._writers[run].as_default(), tf.summary.record_if(True):
                 tf.summary.write(tag, value, number, metadata)

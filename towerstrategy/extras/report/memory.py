@@ -1,7 +1,7 @@
-"""What a training holds on each device, before it is begun.
+"""Estimates the memory of a training on each device, before it begins.
 
-Goes in: a compiled model and a number of towers.  Comes out: bytes by device for each merge device,
-one device and ``MirroredStrategy``.
+Goes in: a compiled model and a number of towers.  Comes out: the bytes on each device, for one
+device, ``MirroredStrategy``, and each merge device.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from towerstrategy.placement import homes as homes_lib, names
 
 
 class Memory(NamedTuple):
-    """What one device, or each of several that are alike, holds, in bytes.
+    """The bytes on one device, or on each of several equal devices.
 
     Attributes:
       way: ``"one device"``, ``"MirroredStrategy"``, ``"one memory"`` (towers that are logical CPU
         devices), or the merge device: ``"cpu"``, ``"GPU:0"`` (a tower), ``"balanced"``.
-      device: which.
-      weights: trained or not, that live there.
-      slots: what the optimizer keeps there.
-      step: what a step has there at most: gradients of weights, their sums, what an update makes
-        of an embedding's table, and weights that were read from another device.  Most are gone
-        before the last are made.
+      device: which device.
+      weights: the weights on it, trained or not.
+      slots: the optimizer's variables on it.
+      step: the tensors of a step on it: gradients of weights, their sums, tensors that an update
+        makes for an embedding's table, and weights read from another device.  It is an upper
+        bound: most are freed before the last are made.
     """
 
     way: str
@@ -37,12 +37,12 @@ class Memory(NamedTuple):
 
     @property
     def total(self) -> int:
-        """All of these."""
+        """The sum of weights, slots and step."""
         return self.weights + self.slots + self.step
 
 
 class Estimate(list[Memory]):
-    """The lines; ``str`` makes a table of them."""
+    """A list of :class:`Memory`; ``str`` makes a table of it."""
 
     def __str__(self) -> str:
         cells = [(line.way, line.device,
@@ -52,23 +52,23 @@ class Estimate(list[Memory]):
 
 
 def estimate_memory(model: Any, towers: int = 2) -> Estimate:
-    """How much memory weights, optimizer and gradients take on each device.
+    """Estimates the memory of weights, optimizer and gradients on each device.
 
-    Activations come on top, on each tower those of its rows; one device has those of all rows.  So
-    do the rows that a batch looks up in embedding tables, and their gradients.  An optimizer with
-    slots makes two of a table's size in a step, where the table is.  The model is to be built, so
-    its weights are held where this runs.  Stages and micro-batches are not looked at.
+    Activations are not included: each tower has those of its rows, one device those of all rows.
+    Nor are the rows that a batch looks up in embedding tables, and their gradients.  In a step, an
+    optimizer with slots makes two tensors of a table's size, on the table's device.  The model must
+    be built, so its weights take memory in this process.  Stages and micro-batches do not count.
 
     Args:
       model: a Keras or tf_keras model, built and compiled, with any strategy or none.
-      towers: how many there are to be.
+      towers: the number of towers.
 
     Returns:
-      A list of :class:`Memory`, bytes; printed, it is a table in MiB.
+      A list of :class:`Memory`, in bytes; printed, it is a table in MiB.
 
     Raises:
-      TypeError: ``model`` is no Keras model, ``towers`` no whole number.
-      ValueError: the model is not built or not compiled; less than one tower.
+      TypeError: ``model`` is no Keras model, or ``towers`` no whole number.
+      ValueError: the model is not built or not compiled, or there is less than one tower.
 
     >>> model = tf.keras.Sequential([tf.keras.Input([999]), tf.keras.layers.Dense(1000)])
     >>> model.compile("adam", "mse")
@@ -90,26 +90,26 @@ def estimate_memory(model: Any, towers: int = 2) -> Estimate:
         raise ValueError(f"model {model.name!r} has no weights yet, so nothing is known of it: "
                          "build it, or call it with a batch, first.")
     weights = sum(map(homes_lib.size_of, model.weights))
-    # Rows of tables are looked up where these are.
+    # The rows of a table are looked up on the table's device, so towers do not read the table.
     tables = sum(map(homes_lib.size_of, _keras.embedding_tables(model)))
     trained = sum(map(homes_lib.size_of, model.trainable_weights)) - tables
-    # Where a table is: an update goes over all of it, with its gradient and another made whole.
-    # Without slots rows alone are written, and the first write copies the table.
-    whole = (2 if slots > tables else 1) * tables
+    # On the table's device, an update with slots makes the gradient and another tensor of the
+    # table's size.  Without slots it writes only some rows, but the first write copies the table.
+    update = (2 if slots > tables else 1) * tables
     homes, spread = homes_lib.Homes(map(str, range(count)), balanced=True), Counter[str]()
     for size in sorted(map(homes_lib.size_of, model.weights), reverse=True):
         spread[homes.choose(size)] += size
-    home = max(spread.values()) / weights  # what the fullest home has of the weights
-    merged, tower = (count + 1) * trained + whole, weights - tables + trained
-    found: list[tuple[str, str, float, float, float]]
-    found = [("one device", "the device", weights, slots, trained + whole),
-             ("MirroredStrategy", "each device", weights, slots, 2 * trained + whole)]
+    share = max(spread.values()) / weights  # the fullest home's share of the weights
+    merged, tower = (count + 1) * trained + update, weights - tables + trained
+    lines: list[tuple[str, str, float, float, float]]
+    lines = [("one device", "the device", weights, slots, trained + update),
+             ("MirroredStrategy", "each device", weights, slots, 2 * trained + update)]
     if count > 1:
-        found += [("cpu", "CPU", weights, slots, merged), ("cpu", "each tower", 0, 0, tower),
+        lines += [("cpu", "CPU", weights, slots, merged), ("cpu", "each tower", 0, 0, tower),
                   ("GPU:0", "GPU:0", weights, slots, merged),
                   ("GPU:0", "each other tower", 0, 0, tower),
-                  # All gradients of its rows, and all towers' gradients of what lives there.
-                  ("balanced", "the fullest tower", home * weights, home * slots,
-                   (1 - home) * (weights - tables) + trained + home * (count * trained + whole)),
+                  # Its own gradients of all weights, and all towers' gradients of its weights.
+                  ("balanced", "the fullest tower", share * weights, share * slots,
+                   (1 - share) * (weights - tables) + trained + share * (count * trained + update)),
                   ("one memory", "the CPU", weights, slots, merged)]
-    return Estimate(Memory(way, device, *map(round, sizes)) for way, device, *sizes in found)
+    return Estimate(Memory(way, device, *map(round, sizes)) for way, device, *sizes in lines)

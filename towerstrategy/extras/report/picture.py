@@ -1,7 +1,7 @@
-"""The report of a training as a PNG.
+"""Draws the report of a training as a PNG.
 
-Goes in: what ``TowerReport`` found, epoch by epoch.  Comes out: the parts of the last sampled
-step as bars, and each tower's, or stage's, busy share over the epochs as lines.
+Goes in: the epochs of ``TowerReport``.  Comes out: bars for the parts of the last sampled step, and
+a line for the busy share of each tower, or stage, over the epochs.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from towerstrategy.extras.report.epochs import Epoch
 
 _INK, _MUTED, _GRID = "#1f2933", "#616e7c", "#e4e7eb"
 _TOWER, _OTHER, _IDLE = "#d9730d", "#1f6fb2", "#f5e3d0"
-_MOST_LINES = 10  # as many colors as matplotlib's cycle has
+_MOST_LINES = 10  # the number of colors in matplotlib's cycle
 
 
 def check(path: str | os.PathLike[str]) -> None:
-    """Raises where no picture can be drawn into the file ``path``, or matplotlib is not there."""
+    """Raises if ``path`` cannot be a picture's file, or matplotlib is not installed."""
     refused.check_file("picture", path, "a PNG file")
     suffix = pathlib.Path(path).suffix
     if suffix.lower() != ".png":
@@ -37,11 +37,11 @@ def _matplotlib() -> Any:
         raise ModuleNotFoundError(
             f"TowerReport draws its picture with matplotlib, which is not there ({error}). "
             'pip install "towerstrategy[demo]" brings it; or leave the picture out.') from error
-    return Figure  # and not pyplot, which is for windows
+    return Figure  # not pyplot, which keeps windows
 
 
 def draw(epochs: Sequence[Epoch]) -> bytes | None:
-    """The picture as a PNG; None where no step has been sampled yet."""
+    """The bytes of the PNG; None if no step has been sampled yet."""
     sampled = [epoch for epoch in epochs if epoch.sampled is not None]
     if not sampled:
         return None
@@ -50,24 +50,25 @@ def draw(epochs: Sequence[Epoch]) -> bytes | None:
     left, right = figure.subplots(1, 2, width_ratios=[3, 2])
     _bars(left, last)
     _lines(right, sampled)
-    written = io.BytesIO()
-    figure.savefig(written, format="png", dpi=110, facecolor="white")
-    return written.getvalue()
+    png = io.BytesIO()
+    figure.savefig(png, format="png", dpi=110, facecolor="white")
+    return png.getvalue()
 
 
 def _bars(axes: Any, epoch: Epoch) -> None:
+    """Draws the parts of an epoch's sampled step."""
     sample: Any = epoch.sampled
     step = 1e3 * sample.step
     most = max(1e3 * (part.seconds or 0) for part in epoch.parts)
     shown = most if most and sample.too_short else step
     for height, part in enumerate(epoch.parts):
         busy = 1e3 * (part.seconds or 0)
-        tells_idle = part.idle is not None and not sample.too_short
-        if tells_idle:
+        shows_idle = part.idle is not None and not sample.too_short
+        if shows_idle:
             axes.barh(height, step, height=0.62, color=_IDLE)
         axes.barh(height, busy, height=0.62, color=_OTHER if part.idle is None else _TOWER)
-        idle = f", {part.idle:.0%} idle" if tells_idle else ""
-        axes.text((step if tells_idle else busy) + 0.015 * shown, height,
+        idle = f", {part.idle:.0%} idle" if shows_idle else ""
+        axes.text((step if shows_idle else busy) + 0.015 * shown, height,
                   f"{busy:.3g} ms{idle}", va="center", color=_INK, fontsize=9)
     axes.set_yticks(range(len(epoch.parts)),
                     [f"{part.name}, {part.device}" if part.rows is None else
@@ -83,6 +84,7 @@ def _bars(axes: Any, epoch: Epoch) -> None:
 
 
 def _lines(axes: Any, sampled: Sequence[Any]) -> None:
+    """Draws the busy shares of towers or stages over the sampled epochs."""
     if all(epoch.sample.too_short for epoch in sampled):
         axes.axis("off")
         axes.text(0, 0.5, "No step kept a tower busy for a millisecond:\nhow idle the towers were "
@@ -90,11 +92,11 @@ def _lines(axes: Any, sampled: Sequence[Any]) -> None:
                   "this place.", va="center", color=_MUTED)
         return
     numbers, parts = [epoch.number + 1 for epoch in sampled], sampled[-1].parts
-    lines = ([place for place, part in enumerate(parts) if part.is_stage]
-             or [place for place, part in enumerate(parts) if part.is_tower])
-    for place in lines[:_MOST_LINES]:
-        axes.plot(numbers, [1 - epoch.parts[place].idle for epoch in sampled], marker="o",
-                  markersize=4, linewidth=1.5, label=parts[place].name)
+    lines = ([index for index, part in enumerate(parts) if part.is_stage]
+             or [index for index, part in enumerate(parts) if part.is_tower])
+    for index in lines[:_MOST_LINES]:
+        axes.plot(numbers, [1 - epoch.parts[index].idle for epoch in sampled], marker="o",
+                  markersize=4, linewidth=1.5, label=parts[index].name)
     axes.set_ylim(0, 1.02)
     axes.set_yticks([0, 0.25, 0.5, 0.75, 1], ["0", "25 %", "50 %", "75 %", "100 %"])
     axes.set_xlim(0.5, numbers[-1] + 0.5)

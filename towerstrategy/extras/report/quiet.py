@@ -1,7 +1,7 @@
-"""What a report must not do to a training: print TensorFlow's lines into it, or end it.
+"""Contexts that keep a report from disturbing a training.
 
-Goes in: what a report does.  Comes out: the same without the profiler's log lines, with a warning
-in place of an error, and without TensorFlow's writes to memory that it has freed.
+Goes in: code of a report.  Comes out: the same without the profiler's log lines, with warnings in
+place of errors, and without the profiler's writes to freed memory.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 
-_PROFILER_SAYS = re.compile(
+_PROFILER_LINE = re.compile(
     rb"^(?:I\d{4} |\d{4}-\d\d-\d\d \S+: I )[^\]]*"
     rb"\b(?:profiler_session|save_profile|cupti_\w+)\.cc:\d+\] ")
 
-# glibc's malloc.h: the option by which mallopt has freed bytes overwritten.
+# The option of mallopt (glibc's malloc.h) that lets free overwrite the bytes.
 _M_PERTURB = -6
 
 
 @contextlib.contextmanager
-def freed_overwritten() -> Iterator[None]:
-    """Has what is freed within overwritten, where the C library is glibc.
+def overwriting_freed_memory() -> Iterator[None]:
+    """A context in which freed memory is overwritten, if the C library is glibc.
 
-    As it stops, TensorFlow's profiler looks at notes that it has freed (``HandleCrossThreadEvents``
-    in ``tsl/profiler/backends/cpu/traceme_recorder.cc``, up to TensorFlow 2.21), and writes to
-    those in which it finds the number of something that began in another thread, as collective
-    operations do: of four workers one was killed (SIGSEGV) in most trainings.  In overwritten notes
-    it finds no number.
+    When it stops, TensorFlow's profiler reads freed records (``HandleCrossThreadEvents`` in
+    ``tsl/profiler/backends/cpu/traceme_recorder.cc``, up to TensorFlow 2.21).  It writes to a
+    record if it finds there the number of an event that began in another thread, as those of
+    collective operations do: with four workers, one was killed (SIGSEGV) in most trainings.  In
+    overwritten records it finds no number.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is None:
@@ -46,13 +46,13 @@ def freed_overwritten() -> Iterator[None]:
 
 @contextlib.contextmanager
 def profiler() -> Iterator[None]:
-    """Keeps the profiler's informational lines off the process' standard error.
+    """A context that removes the profiler's informational lines from standard error.
 
-    TensorFlow's C++ code writes them to the file descriptor, at a level that cannot be changed
-    after the import.  Other threads' lines meanwhile come a moment later.
+    TensorFlow's C++ code writes them to the file descriptor, and its log level cannot be changed
+    after the import.  Other threads' lines are printed at the end of the context.
     """
     try:
-        kept = os.dup(2)
+        stderr = os.dup(2)
     except OSError:  # a process without a standard error
         yield
         return
@@ -61,17 +61,17 @@ def profiler() -> Iterator[None]:
         try:
             yield
         finally:
-            os.dup2(kept, 2)
-            os.close(kept)
+            os.dup2(stderr, 2)
+            os.close(stderr)
             caught.seek(0)
             for line in caught:
-                if not _PROFILER_SAYS.match(line):
+                if not _PROFILER_LINE.match(line):
                     os.write(2, line)
 
 
 @contextlib.contextmanager
 def harmless(what: str, otherwise: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Turns an error into a warning that says ``what`` could not be done; then ``otherwise``."""
+    """Turns an error into a warning that the report could not do ``what``; calls ``otherwise``."""
     try:
         yield
     except Exception as error:

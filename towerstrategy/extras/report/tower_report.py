@@ -1,6 +1,6 @@
-"""``TowerReport``: how busy each tower is, epoch by epoch.
+"""``TowerReport``: a callback that reports how busy each tower is.
 
-Goes in: a Keras training.  Comes out: tables, a picture, TensorBoard's events.
+Goes in: a Keras training.  Comes out: tables, a picture, and events for TensorBoard.
 """
 
 from __future__ import annotations
@@ -21,35 +21,36 @@ from towerstrategy.placement import kind
 
 
 class TowerReport(Callback):
-    """A Keras callback that shows, epoch by epoch, whether the towers are used.
+    """A Keras callback that reports each epoch's rows and how busy each tower is.
 
     It works with Keras 3 and with tf_keras.  When the next epoch begins, or the training ends, it
-    prints a table of an epoch: the rows of each tower, all of them counted; of one step, which ran
-    under TensorFlow's profiler, the time in which at least one operation of a line was running, and
-    the share in which none was.  ``docs/tower_report.md`` says what its lines and columns mean.
+    prints an epoch's table.  The rows of each tower are counted in all steps.  The times are those
+    of one step, which runs under TensorFlow's profiler: the time in which at least one operation of
+    a line is running, and the share of the step in which none is.  ``docs/tower_report.md``
+    explains all lines and columns.
 
-    A step is sampled when that leaves the cost of samples below ``most`` of the time trained, or of
-    twenty seconds; the first always is.  Of an epoch without a sample one line is printed: its
-    rows.  The picture is drawn at the end.  Without this callback nothing is measured and nothing
-    stays behind.  With several machines each shows its own towers.  What goes wrong in a report
-    while a training runs is a warning, and the training goes on.
+    A step is sampled if all samples still cost less than ``most`` of the training's time, or of
+    twenty seconds; the first one always is.  For an epoch without a sample, it prints a line with
+    the rows.  It draws the picture at the end.  Without this callback nothing is measured.  With
+    several machines, each reports its own towers.  An error in a report is a warning while the
+    model trains, and the training goes on.
 
     Args:
-      picture: a PNG file to draw, in a folder that is there, or None.  Needs matplotlib, which
-        ``pip install "towerstrategy[demo]"`` brings.
+      picture: a PNG file to draw, in an existing folder, or None.  Needs matplotlib, which
+        ``pip install "towerstrategy[demo]"`` installs.
       most: the share of the training's time that samples may take; trainings of fewer than twenty
         seconds count as twenty.
       print_fn: a function that gets each epoch's table; None prints nothing.
-      log_dir: a folder for TensorBoard, or None: a run a tower with its rows, busy time and idle
-        share, a run a stage, one with the step's other parts, and the picture where matplotlib is
-        installed.
+      log_dir: a folder for TensorBoard, or None.  It gets a run for each tower with its rows, busy
+        time and idle share, a run for each stage, one with the step's other parts, and the picture
+        if matplotlib is installed.
 
     Attributes:
-      epochs: what was found, one :class:`Epoch` each.
+      epochs: an :class:`Epoch` for each epoch.
 
     Raises:
-      TypeError, ValueError: an argument that cannot be used.
-      ModuleNotFoundError: a picture is asked for and matplotlib is not installed.
+      TypeError, ValueError: an argument is invalid.
+      ModuleNotFoundError: ``picture`` is set, and matplotlib is not installed.
 
     >>> from towerstrategy.report import TowerReport
     >>> strategy = TowerStrategy(split_cpu(4)[:2])
@@ -112,7 +113,7 @@ class TowerReport(Callback):
         del epoch, logs
         if self._watch is None:
             return
-        # Numbers of a part of the rest would be wrong.
+        # After an error it does not watch on: the later epochs' numbers would be wrong.
         with quiet.harmless("read what an epoch did", self._end_watch):
             self.epochs.append(self._watch.end())
             self._write(lambda events: events.write(self.epochs[-1]))
@@ -137,7 +138,7 @@ class TowerReport(Callback):
                 write(self._events)
 
     def _print_new(self) -> None:
-        """Prints what is new: at the next epoch's beginning, as Keras' progress bar is open."""
+        """Prints new epochs; not at their end, because Keras' progress bar is still open then."""
         for epoch in self.epochs[self._printed:]:
             with quiet.harmless("print a table (print_fn)"):
                 if self._print is not None:
@@ -145,16 +146,16 @@ class TowerReport(Callback):
         self._printed = len(self.epochs)
 
     def _draw(self) -> None:
-        shown = self._events if importlib.util.find_spec("matplotlib") else None
-        png = picture_lib.draw(self.epochs) if self.picture is not None or shown else None
+        events = self._events if importlib.util.find_spec("matplotlib") else None
+        png = picture_lib.draw(self.epochs) if self.picture is not None or events else None
         if png is not None and self.picture is not None:
             pathlib.Path(self.picture).write_bytes(png)
-        if png is not None and shown is not None:
-            shown.show(png, self.epochs[-1].number)
+        if png is not None and events is not None:
+            events.show(png, self.epochs[-1].number)
 
 
 def _check(picture: Any, log_dir: Any, most: Any, print_fn: Any) -> None:
-    """Complains of what would else fail in the middle of a training, or after it."""
+    """Raises now for arguments that would fail during a training, or after it."""
     for name, path, what in (("picture", picture, "PNG file"), ("log_dir", log_dir, "folder")):
         refused.check_type(name, path, (str, os.PathLike, type(None)),
                            f"None or the path of a {what}")

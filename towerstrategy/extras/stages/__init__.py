@@ -1,1 +1,1 @@
-"""Towers of several devices, and micro-batches: who does what where, and in which order."""
+"""Stages (towers of several devices) and micro-batches: placement and order of operations."""

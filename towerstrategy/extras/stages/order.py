@@ -1,25 +1,24 @@
-"""Micro-batches one after another: what waits for what.
+"""Runs the micro-batches of a device one after another, by control dependencies.
 
-Goes in: a traced graph, and which of its operations belong to which replica.  Comes out: control
-dependencies, by which a micro-batch begins when the one before it on the same device has ended.
+Goes in: a traced graph, and the replica (here: the micro-batch of a tower) of each operation.
+Comes out: control dependencies; a micro-batch starts when the one before it on its device ends.
 
-TensorFlow runs whatever has its inputs, so all micro-batches of a device would run side by side and
-hold their activations at the same time.  Here the first operations of a micro-batch, those that
-need nothing else of it, wait for the last ones of the micro-batch before, its gradients as a rule.
-So a device holds the activations of one micro-batch.
+TensorFlow runs an operation as soon as it has its inputs.  So all micro-batches of a device would
+run side by side, and hold their activations at the same time.  With the control dependencies, the
+first operations of a micro-batch, which need no others of it, wait for the last ones of the
+micro-batch before, mostly gradients.  So a device holds the activations of one micro-batch.
 
-Where replicas synchronize and go on with what all of them have brought (a mean over all rows), no
-micro-batch can come to its end before all have come to that point.  Their work is in *rounds* then:
-round 0 is what needs nothing of a sync point, round 1 what needs something made of round 0's
-results, and so on; in each round micro-batches follow one another.  A sync point whose result no
-replica reads, such as the update of a moving mean, makes no round.  Nor does one of what is made of
-the inputs alone, such as how many steps of all rows a mask leaves: that is in no order, and done
-when the inputs are there.
+If the replicas need a result of all replicas (a mean over all rows), no micro-batch can end before
+all have reached this sync point.  Then the work is done in *rounds*: round 0 needs no sync point's
+result, round 1 needs a result of round 0, and so on; micro-batches run one after another in each
+round.  Two kinds of sync points make no round: those whose result no replica reads, such as the
+update of a moving mean; and those that need only inputs of the step, such as the number of time
+steps that a mask leaves in all rows.  What a replica computes for the latter is not put in order.
 
-Where a tower has stages, each of these does the same for itself, forward and backward passes in
-turn (1F1B; Narayanan et al. 2021, docs/one_large_model.md): of P stages, number s begins a
-micro-batch when it has the forward pass of the one before behind it, and the backward pass of the
-one P-s before; and a backward pass when it has as many forward passes behind it as it may.
+If a tower has stages, each stage does this on its own, with forward and backward passes in turn
+(1F1B; Narayanan et al. 2021, docs/one_large_model.md).  Stage s of P starts a micro-batch when it
+has finished the forward pass of the micro-batch before, and the backward pass of the one P - s
+before.  It starts a backward pass when it has finished as many forward passes as it may hold.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from towerstrategy.placement import devices as devices_lib, scopes
 
 
 class Leg(NamedTuple):
-    """A part of a replica's work in a round: one way through one of its stages."""
+    """A part of a replica's work in a round: the forward or backward pass through a stage."""
 
     round: int
     replica: int
@@ -46,65 +45,65 @@ class Leg(NamedTuple):
 
 def put(graph: tf.Graph, replicas: Sequence[Collection[str]], placement: devices_lib.Placement,
         results: Any) -> None:
-    """Puts each device's micro-batches in order, when all replicas have been traced.
+    """Adds the control dependencies to a graph with all replicas.
 
-    ``replicas`` are the names of each one's operations, ``results`` what they returned, a nest.
+    ``replicas`` has the names of each replica's operations, ``results`` is a nest of their results.
     """
     if placement.micro_batches == 1:
         return
     owners = {name: replica for replica, names in enumerate(replicas) for name in names}
     traced = _Traced(graph)
-    for name in _brought_of_inputs(traced, owners):
+    for name in _synced_inputs(traced, owners):
         del owners[name]
     legs = _legs(traced, owners, placement)
-    begins, ends = _edges(traced, legs, traced.live(results))
-    made: dict[Leg, tf.Operation] = {}
-    for leg, legs_before in _before(traced, begins, ends, placement).items():
-        for before in legs_before:
-            if before not in made:
+    first_ops, last_ops = _ends_of_legs(traced, legs, traced.live(results))
+    ends: dict[Leg, tf.Operation] = {}
+    for leg, earlier_legs in _earlier_legs(traced, first_ops, last_ops, placement).items():
+        for earlier in earlier_legs:
+            if earlier not in ends:
                 with graph.as_default(), tf.control_dependencies(None), tf.device(None), \
-                        tf.device(placement.row(before.replica)[before.stage]):
-                    made[before] = tf.no_op("end_of_micro_batch")
-                for operation in ends[before]:
-                    _tf.add_control_input(made[before], operation)
-            for operation in begins[leg]:
-                _tf.add_control_input(operation, made[before])
+                        tf.device(placement.row(earlier.replica)[earlier.stage]):
+                    ends[earlier] = tf.no_op("end_of_micro_batch")
+                for operation in last_ops[earlier]:
+                    _tf.add_control_input(ends[earlier], operation)
+            for operation in first_ops[leg]:
+                _tf.add_control_input(operation, ends[earlier])
 
 
-def _before(traced: _Traced, begins: Mapping[Leg, Sequence[tf.Operation]],
-            ends: Mapping[Leg, Sequence[tf.Operation]],
-            placement: devices_lib.Placement) -> dict[Leg, list[Leg]]:
-    """For each leg those that have to have ended when it begins."""
-    found = {leg: [before for before in _in_turns(leg, placement) if before in ends]
-             for leg in begins}
-    if placement.stages == 1 or _is_possible(traced, begins, ends, found):
-        return found
-    return {leg: before for leg, before in found.items() if not leg.backward}
+def _earlier_legs(traced: _Traced, first_ops: Mapping[Leg, Sequence[tf.Operation]],
+                  last_ops: Mapping[Leg, Sequence[tf.Operation]],
+                  placement: devices_lib.Placement) -> dict[Leg, list[Leg]]:
+    """For each leg, the legs that have to end before it starts."""
+    earlier_legs = {leg: [earlier for earlier in _earlier_in_turns(leg, placement)
+                          if earlier in last_ops] for leg in first_ops}
+    if placement.stages == 1 or _is_acyclic(traced, first_ops, last_ops, earlier_legs):
+        return earlier_legs
+    return {leg: earlier for leg, earlier in earlier_legs.items() if not leg.backward}
 
 
-def _in_turns(leg: Leg, placement: devices_lib.Placement) -> Iterator[Leg]:
-    """What a leg waits for where forward and backward legs of a stage take turns."""
-    place = leg.replica % placement.micro_batches
-    last = leg.replica - place + placement.micro_batches - 1
-    held = placement.stages - leg.stage
-    if place:
+def _earlier_in_turns(leg: Leg, placement: devices_lib.Placement) -> Iterator[Leg]:
+    """The legs before a leg, if forward and backward legs of a stage take turns."""
+    micro_batch = leg.replica % placement.micro_batches
+    last = leg.replica - micro_batch + placement.micro_batches - 1
+    held = placement.stages - leg.stage  # the micro-batches that the stage may hold
+    if micro_batch:
         yield leg._replace(replica=leg.replica - 1)
     if leg.backward:
         yield leg._replace(replica=min(leg.replica + held - 1, last), backward=False)
-    elif placement.stages > 1 and place >= held:
-        # Where there is no backward pass a micro-batch is held until it is through.
-        through = Leg(leg.round, leg.replica - held, placement.stages - 1)
-        yield from (through, through._replace(stage=leg.stage, backward=True))
+    elif placement.stages > 1 and micro_batch >= held:
+        # Without a backward pass, a micro-batch is held until it has passed the last stage.
+        at_last_stage = Leg(leg.round, leg.replica - held, placement.stages - 1)
+        yield from (at_last_stage, at_last_stage._replace(stage=leg.stage, backward=True))
 
 
-def _is_possible(traced: _Traced, begins: Mapping[Leg, Sequence[tf.Operation]],
-                 ends: Mapping[Leg, Sequence[tf.Operation]],
-                 before: Mapping[Leg, Sequence[Leg]]) -> bool:
-    """Whether nothing waits for itself: a forward pass may need an earlier backward pass'."""
+def _is_acyclic(traced: _Traced, first_ops: Mapping[Leg, Sequence[tf.Operation]],
+                last_ops: Mapping[Leg, Sequence[tf.Operation]],
+                earlier_legs: Mapping[Leg, Sequence[Leg]]) -> bool:
+    """Whether this order has no cycle: a forward leg may need an earlier backward leg's result."""
     waits: dict[Any, Collection[Any]] = dict(traced.waits)
-    for leg, legs_before in before.items():
-        waits[leg] = {operation.name for other in legs_before for operation in ends[other]}
-        for operation in begins[leg]:
+    for leg, earlier in earlier_legs.items():
+        waits[leg] = {operation.name for other in earlier for operation in last_ops[other]}
+        for operation in first_ops[leg]:
             waits[operation.name] = {*traced.waits[operation.name], leg}
     try:
         graphlib.TopologicalSorter(waits).prepare()
@@ -114,10 +113,10 @@ def _is_possible(traced: _Traced, begins: Mapping[Leg, Sequence[tf.Operation]],
 
 
 class _Traced:
-    """The operations of a graph, and what each waits for.
+    """The operations of a graph, and the operations that each waits for.
 
-    TensorFlow is going to order the reads and writes of each resource as they were made, when the
-    function has been traced; :attr:`waits` has that already.
+    After the trace, TensorFlow orders the reads and writes of each resource as they were made;
+    :attr:`waits` includes this order already.
     """
 
     def __init__(self, graph: tf.Graph) -> None:
@@ -127,120 +126,125 @@ class _Traced:
             name: {*(tensor.op.name for tensor in operation.inputs),
                    *(control.name for control in operation.control_inputs)}
             for name, operation in self.operations.items()}
-        written: dict[str, str] = {}
-        read: dict[str, list[str]] = collections.defaultdict(list)
+        last_write: dict[str, str] = {}
+        reads_since: dict[str, list[str]] = collections.defaultdict(list)
         for name, operation in self.operations.items():
             reads, writes = _tf.touched_resources(operation)
             for resource in reads | writes:
-                if resource in written:
-                    self.waits[name].add(written[resource])
+                if resource in last_write:
+                    self.waits[name].add(last_write[resource])
             for resource in reads - writes:
-                read[resource].append(name)
+                reads_since[resource].append(name)
             for resource in writes:
-                self.waits[name].update(read.pop(resource, ()))
-                written[resource] = name
+                self.waits[name].update(reads_since.pop(resource, ()))
+                last_write[resource] = name
         for name, waits in self.waits.items():
             waits.discard(name)
 
     def in_order(self) -> Iterable[str]:
-        """The names of the operations, each after all that it waits for."""
+        """The names of the operations in topological order."""
         return graphlib.TopologicalSorter(self.waits).static_order()
 
-    def needed(self, names: Iterable[str]) -> set[str]:
-        """The names of what operations of these names need, and of these themselves."""
-        reached, found = list(names), set[str]()
-        while reached:
-            name = reached.pop()
+    def with_ancestors(self, names: Iterable[str]) -> set[str]:
+        """These names, and the names of all operations that these operations need."""
+        left, found = list(names), set[str]()
+        while left:
+            name = left.pop()
             if name not in found and name in self.operations:
                 found.add(name)
-                reached += self.waits[name]
+                left += self.waits[name]
         return found
 
     def live(self, results: Any) -> set[str]:
-        """The names of the operations that have an effect or are needed."""
-        return self.needed([
+        """The names of the operations that effects or results need."""
+        return self.with_ancestors([
             *(name for name, operation in self.operations.items()
               if operation.op_def.is_stateful),
             *(leaf.op.name for leaf in tf.nest.flatten(results, expand_composites=True)
               if isinstance(leaf, tf.Tensor) and not _tf.is_eager(leaf))])
 
 
-def _brought_of_inputs(traced: _Traced, owners: Mapping[str, int]) -> set[str]:
-    """The names of what replicas bring to sync points that need no variable and no state."""
-    of_inputs: set[str] = set()
-    shared: set[str] = set()  # what is no replica's and needs something of one
+def _synced_inputs(traced: _Traced, owners: Mapping[str, int]) -> set[str]:
+    """The replicas' operations before sync points that need neither variables nor state."""
+    stateless: set[str] = set()  # operations that need only the inputs of the step
+    shared: set[str] = set()  # operations of no replica that need one of a replica
     for name in traced.in_order():
         operation, waits = traced.operations[name], traced.waits[name]
-        if not operation.op_def.is_stateful and waits <= of_inputs \
+        if not operation.op_def.is_stateful and waits <= stateless \
                 and not any(tensor.dtype == tf.resource for tensor in operation.inputs):
-            of_inputs.add(name)
+            stateless.add(name)
         if name not in owners and any(other in owners or other in shared for other in waits):
             shared.add(name)
-    return owners.keys() & traced.needed(other for name in owners for other in traced.waits[name]
-                                         if other in shared and other in of_inputs)
+    return owners.keys() & traced.with_ancestors(
+        other for name in owners for other in traced.waits[name]
+        if other in shared and other in stateless)
 
 
 def _legs(traced: _Traced, owners: Mapping[str, int],
           placement: devices_lib.Placement) -> dict[str, Leg]:
-    """The leg of each operation that belongs to a replica.
+    """The leg of each operation of a replica.
 
-    What needs another stage's results is of that stage, forwards, wherever it is: a metric's count
-    is on the first stage's device and the last thing of all.  So no leg waits for a later one.
+    An operation that needs another stage's result belongs to that stage's forward leg, on whatever
+    device it is: a metric's count is on the first stage's device, but ends the step.  So no leg
+    waits for a later one.
     """
-    # For each operation the last round, and the last micro-batch of it, that it needs or is of.
-    until: dict[str, tuple[int, int]] = {}
+    # For each operation, the last round, and its last micro-batch, that it needs or belongs to.
+    latest: dict[str, tuple[int, int]] = {}
     legs: dict[str, Leg] = {}
     for name in traced.in_order():
-        own = owners.get(name)
-        place = 0 if own is None else own % placement.micro_batches
-        found = 0, place
+        replica = owners.get(name)
+        micro_batch = 0 if replica is None else replica % placement.micro_batches
+        found = 0, micro_batch
         for other in traced.waits[name]:
-            number, last = until[other]
+            number, last = latest[other]
             owner = owners.get(other)
-            if own is None:
+            if replica is None:
                 found = max(found, (number, last))
-            elif owner != own and last > (0 if owner is None else place):
-                found = max(found, (number + 1, place))  # all micro-batches have to come so far
+            elif owner != replica and last > (0 if owner is None else micro_batch):
+                found = max(found, (number + 1, micro_batch))  # all micro-batches end this round
             else:
-                found = max(found, (number, place))
-        until[name] = found
-        if own is not None:
-            part = found[0], own
+                found = max(found, (number, micro_batch))
+        latest[name] = found
+        if replica is not None:
             before = [legs[other] for other in traced.waits[name]
-                      if other in legs and legs[other][:2] == part]
-            legs[name] = Leg(*part, *_way(traced.operations[name], before, placement, own))
+                      if other in legs and legs[other][:2] == (found[0], replica)]
+            legs[name] = Leg(found[0], replica, *_stage_and_direction(
+                traced.operations[name], before, placement, replica))
     return legs
 
 
-def _way(operation: tf.Operation, before: Sequence[Leg], placement: devices_lib.Placement,
-         replica: int) -> tuple[int, bool]:
-    """The stage of an operation that comes after these legs, and whether it goes backwards."""
+def _stage_and_direction(operation: tf.Operation, before: Sequence[Leg],
+                         placement: devices_lib.Placement, replica: int) -> tuple[int, bool]:
+    """The stage of an operation that needs these legs, and whether it is in the backward pass."""
     if placement.stages == 1:
         return 0, False
     backward = scopes.GRADIENTS in operation.name or any(leg.backward for leg in before)
     reached = [leg.stage for leg in before if leg.backward == backward]
-    own, row = scopes.stage_in(operation.name), placement.row(replica)
-    if own is None and operation.device in row:  # and not on the host
-        own = row.index(operation.device)
-    if own is not None:
-        reached.append(own)
+    stage, row = scopes.stage_in(operation.name), placement.row(replica)
+    if stage is None and operation.device in row:  # and not on the host
+        stage = row.index(operation.device)
+    if stage is not None:
+        reached.append(stage)
     return (min(reached, default=placement.stages - 1) if backward
             else max(reached, default=0)), backward
 
 
-def _edges(traced: _Traced, legs: Mapping[str, Leg], live: Collection[str]
-           ) -> tuple[dict[Leg, list[tf.Operation]], dict[Leg, list[tf.Operation]]]:
-    """Each leg's operations that wait for no other of it, and those that no live one waits for."""
-    begins: dict[Leg, list[tf.Operation]] = collections.defaultdict(list)
-    ends: dict[Leg, list[tf.Operation]] = collections.defaultdict(list)
+def _ends_of_legs(traced: _Traced, legs: Mapping[str, Leg], live: Collection[str]
+                  ) -> tuple[dict[Leg, list[tf.Operation]], dict[Leg, list[tf.Operation]]]:
+    """Each leg's first operations, which need no others of it, and its last ones.
+
+    No live operation of the leg needs its last ones.
+    """
+    first_ops: dict[Leg, list[tf.Operation]] = collections.defaultdict(list)
+    last_ops: dict[Leg, list[tf.Operation]] = collections.defaultdict(list)
     inner: set[str] = set()
     for name, leg in legs.items():
-        own = [other for other in traced.waits[name] if legs.get(other) == leg]
-        if not own:
-            begins[leg].append(traced.operations[name])
+        in_leg = [other for other in traced.waits[name] if legs.get(other) == leg]
+        if not in_leg:
+            first_ops[leg].append(traced.operations[name])
         if name in live:
-            inner.update(own)
+            inner.update(in_leg)
     for name, leg in legs.items():
         if name in live and name not in inner:
-            ends[leg].append(traced.operations[name])
-    return begins, ends
+            last_ops[leg].append(traced.operations[name])
+    return first_ops, last_ops

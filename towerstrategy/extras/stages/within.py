@@ -1,14 +1,14 @@
-"""``strategy.stage``: which stage layers are of, and the seam at which stages hang.
+"""``strategy.stage``: the stage of layers and operations; the seam at which the core meets stages.
 
-Goes in: a placement.  Comes out: :class:`Stages`, which ``strategy.extended.stages`` is: what is
-made or called within a stage, what a replica has traced put on its stages' devices, and
-micro-batches put in order.  Where a tower is one device and runs one micro-batch, nothing happens.
+Goes in: a placement.  Comes out: :class:`Stages`, the object ``strategy.extended.stages``.  It
+knows the current stage, puts a replica's operations on the devices of its stages, and puts
+micro-batches in order.  If a tower is one device with one micro-batch, it does nothing.
 
-Layers, and whatever else runs within ``strategy.stage``, have the stage in their name scope, and so
-have their gradients, which TensorFlow makes under the scope of what they are gradients of.  What is
-left :mod:`sharding.staging` places; where towers are traced one by one, it goes to the last stage
-that it needs something of.  A branch, a loop or a nested ``tf.function`` is one operation there: it
-runs in one stage.
+Operations of layers, and others within ``strategy.stage``, have the stage in their name scope.  So
+have their gradients, because TensorFlow makes a gradient under the scope of the forward operation.
+:mod:`sharding.staging` places all other operations.  If towers are traced one by one, an operation
+without a stage goes to the last stage of its inputs.  A branch, a loop or a nested ``tf.function``
+is one operation, and runs in one stage.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from towerstrategy.placement import devices as devices_lib, kind, scopes
 
 
 class Stages(threading.local):
-    """The stages, and the micro-batches, of the towers of one strategy."""
+    """The stages and micro-batches of the towers of one strategy."""
 
-    index: int | None = None  # the stage of what this thread makes or calls here
-    chosen: int | None = None  # the same, where the user has said it around what runs here
+    index: int | None = None  # the current stage in this thread
+    chosen: int | None = None  # the same if the user chose it, by ``strategy.stage`` or a device
 
     def __init__(self, placement: devices_lib.Placement) -> None:
         self._placement = placement
         if placement.rows:
             kind.staged = True
-            _tf.RECORD.wrap(_recorded_in_its_stage)
+            _tf.RECORD.wrap(_record_in_stage)
 
     @contextlib.contextmanager
     def within(self, index: int | None, chosen: bool = False) -> Iterator[None]:
-        """Within, what is made or called is of that stage, or of none.
+        """A context whose layers and operations belong to stage ``index``, or to none.
 
-        What a tower does there is done on the stage's device, unless it is in a function that the
-        tower calls.
+        A tower's operations in it run on the stage's device, except those inside of a function that
+        the tower calls.
         """
         before = self.index, self.chosen
         self.index, self.chosen = index, index if chosen else None
@@ -53,18 +53,19 @@ class Stages(threading.local):
             self.index, self.chosen = before
 
     def placer(self, graph: tf.Graph, replica: int) -> Placer:
-        """What puts operations of ``replica``, traced in ``graph``, on its stages' devices."""
+        """An object that puts the operations of ``replica`` on the devices of its stages."""
         del graph
         return Placer(self._placement.row(replica))
 
     def put_in_order(self, graph: tf.Graph, replicas: Sequence[Collection[str]],
                      results: Any) -> None:
-        """All of a step is in ``graph``: puts its micro-batches in order, see :mod:`order`."""
+        """Puts micro-batches in order, see :mod:`order`; ``graph`` has all of the step."""
         order.put(graph, replicas, self._placement, results)
 
 
 @contextlib.contextmanager
 def _placed(placement: devices_lib.Placement, index: int | None) -> Iterator[None]:
+    """A context with the name scope, and in a tower with the device, of stage ``index``."""
     tower = contexts.current()
     if index is None or tower is None or not tower.can_merge \
             or tower.strategy.extended.placement is not placement:
@@ -72,19 +73,19 @@ def _placed(placement: devices_lib.Placement, index: int | None) -> Iterator[Non
         return
     if tower.stage_run is not None:
         tower.stage_run.entered.add(index)
-    # A traced step with all rows is named alone: the towers, which do it, have a row each.
-    alone = isinstance(tower, contexts.OneReplicaContext)
-    row = placement.row(0 if alone else tower.index)
-    named_alone = alone and not tf.executing_eagerly()
-    with contextlib.nullcontext() if named_alone else tf.device(row[index]), \
+    # A traced step with all rows gets no devices, only names: each tower has its own devices.
+    has_all_rows = isinstance(tower, contexts.OneReplicaContext)
+    row = placement.row(0 if has_all_rows else tower.index)
+    only_named = has_all_rows and not tf.executing_eagerly()
+    with contextlib.nullcontext() if only_named else tf.device(row[index]), \
             tf.name_scope(f"{scopes.STAGE}{index}"):
         yield
 
 
-def _recorded_in_its_stage(original: Callable[..., Any], op_type: Any, output_tensors: Any,
+def _record_in_stage(original: Callable[..., Any], op_type: Any, output_tensors: Any,
                            input_tensors: Any, backward_function: Any,
                            forward_function: Any = None) -> Any:
-    """Records a gradient, which is then done in the stage of now, with what it recomputes."""
+    """Records a gradient function so that it, and what it recomputes, runs in the current stage."""
     tower = contexts.current()
     stages = None if tower is None else tower.strategy.extended.stages
     if stages is not None and stages.index is not None:
@@ -93,14 +94,14 @@ def _recorded_in_its_stage(original: Callable[..., Any], op_type: Any, output_te
 
 
 class Placer:
-    """Puts what one replica does, whose trace is its own, on the devices of its stages."""
+    """Puts the operations of one replica, traced by itself, on the devices of its stages."""
 
     def __init__(self, row: Sequence[str]) -> None:
         self._row = row
         self._stages: dict[str, int] = {}  # by the operation's name
 
     def place(self, operations: Sequence[tf.Operation]) -> None:
-        """Places ``operations``, in the order they were made in."""
+        """Places ``operations``, which are in order of creation."""
         if not self._row[1:]:
             return
         for operation in operations:
@@ -109,5 +110,5 @@ class Placer:
                 stage = max((self._stages.get(tensor.op.name, 0) for tensor in operation.inputs),
                             default=0)
             self._stages[operation.name] = stage
-            if stage and operation.device == self._row[0]:  # nobody but the tower has said where
+            if stage and operation.device == self._row[0]:  # the user has set no other device
                 _tf.set_device(operation, self._row[stage])
