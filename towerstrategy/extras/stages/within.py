@@ -52,9 +52,8 @@ class Stages(threading.local):
         finally:
             self.index, self.chosen = before
 
-    def placer(self, graph: tf.Graph, replica: int) -> Placer:
+    def placer(self, replica: int) -> Placer:
         """An object that puts the operations of ``replica`` on the devices of its stages."""
-        del graph
         return Placer(self._placement.row(replica))
 
     def put_in_order(self, graph: tf.Graph, replicas: Sequence[Collection[str]],
