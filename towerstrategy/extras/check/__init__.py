@@ -1,1 +1,1 @@
-"""What ``python -m towerstrategy check`` does on a user's machine: a module per question."""
+"""``python -m towerstrategy check``, which tests a user's machine: a module for each question."""

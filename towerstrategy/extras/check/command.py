@@ -1,7 +1,7 @@
-"""The command: runs each check in turn, prints what it found, and writes it as JSON.
+"""The command: runs all checks, prints the results, and writes them as JSON.
 
-Goes in: arguments.  Comes out: text, a file where asked for, and an exit status: 0, or 1 where
-training on the towers is not the same as on one device, or fails.
+Goes in: arguments.  Comes out: text, a JSON file if ``--json`` is set, and an exit status: 1 if
+training on the towers fails or differs from one device, else 0.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from towerstrategy.extras.check import machine, same, speed
 from towerstrategy.extras.report import description
 
 SCHEMA = 1
-# Seconds from the start after which nothing more is begun: two minutes less a slow step.
+# Seconds after which no more jobs start: two minutes less a slow job.
 _LAST_START = 75
 _SECONDS = 3.0
 
@@ -31,25 +31,25 @@ _SECONDS = 3.0
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit status."""
     parser = _parser()
-    given = parser.parse_args(arguments)
-    if given.command is None:
+    options = parser.parse_args(arguments)
+    if options.command is None:
         print(f"towerstrategy {_version.__version__}\n")
         parser.print_help()
         return 0
-    if given.towers is not None and given.towers < 1:
-        parser.error(f"--towers must be at least 1, but got {given.towers}")
+    if options.towers is not None and options.towers < 1:
+        parser.error(f"--towers must be at least 1, but got {options.towers}")
     try:
-        if given.json is not None:
-            refused.check_file("--json", given.json)
-        devices, one_physical = machine.prepare(given.towers)
+        if options.json is not None:
+            refused.check_file("--json", options.json)
+        devices, one_physical = machine.prepare(options.towers)
         tf.config.list_logical_devices()  # starts TensorFlow
     except (ValueError, RuntimeError) as error:
         parser.error(str(error))
-    tf.get_logger().setLevel("ERROR")  # each network is traced anew, and TensorFlow says so
-    document = _check(devices, one_physical, given.seconds)
-    if given.json is not None:
-        given.json.write_text(json.dumps(document, indent=1) + "\n")
-        print(f"\n{given.json}: put this file into a bug report.")
+    tf.get_logger().setLevel("ERROR")  # TensorFlow warns of retracing; each network is traced anew
+    document = _check(devices, one_physical, options.seconds)
+    if options.json is not None:
+        options.json.write_text(json.dumps(document, indent=1) + "\n")
+        print(f"\n{options.json}: put this file into a bug report.")
     return 0 if document["passed"] else 1
 
 
@@ -75,22 +75,22 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _check(devices: list[str], one_physical: bool, seconds: float) -> dict[str, Any]:
-    """Prints everything; returns what the JSON file holds."""
+    """Runs all checks and prints the results; returns the content of the JSON file."""
     start, left_out, on_gpus = time.perf_counter(), list[str](), devices[0].startswith("GPU")
-    each = functools.partial(_each, start, left_out)
+    run_jobs = functools.partial(_run_jobs, start, left_out)
     facts = machine.facts()
-    print("\n".join(_described(facts)))
+    print("\n".join(_lines(facts)))
     print(f"Towers: {', '.join(devices)}"
           + f"; parts of one {devices[0][:3]}" * (one_physical and len(devices) > 1))
     rates = machine.copies(devices) if on_gpus else []
     print("\nCopies between devices, GB/s (rows: from)\n" + _matrix(rates) if rates else
           "The devices are one memory: nothing is copied between them.", flush=True)
     print(f"\nThe same as one device? {len(devices)} towers", flush=True)
-    compared = each(same.jobs(devices), str, lambda job: same.compare(job, devices), _outcome)
+    compared = run_jobs(same.jobs(devices), str, lambda job: same.compare(job, devices), _outcome)
     print(f"\nSteps of {seconds:g} s each", flush=True)
-    speeds = each(speed.ways(devices), _way,
-                  lambda way: speed.measure(way, devices, one_physical, seconds),
-                  lambda result: result.error or f"{result.step_ms:.1f} ms a step")
+    speeds = run_jobs(speed.ways(devices), _way_name,
+                      lambda way: speed.measure(way, devices, one_physical, seconds),
+                      lambda result: result.error or f"{result.step_ms:.1f} ms a step")
     print("\n" + _speed_table(speeds))
     advice = speed.advice(speeds, one_physical, on_gpus)
     if left_out:
@@ -107,22 +107,22 @@ def _check(devices: list[str], one_physical: bool, seconds: float) -> dict[str, 
         "seconds": round(time.perf_counter() - start, 1)}
 
 
-def _each(start: float, left_out: list[str], jobs: Sequence[Any], name: Callable[[Any], str],
-          run: Callable[[Any], Any], outcome: Callable[[Any], str]) -> list[Any]:
-    """What ``run`` finds of each job, printed; those for which it is too late are left out."""
-    found = []
+def _run_jobs(start: float, left_out: list[str], jobs: Sequence[Any], name: Callable[[Any], str],
+              run: Callable[[Any], Any], outcome: Callable[[Any], str]) -> list[Any]:
+    """The results of the jobs, which it prints; adds the names of late jobs to ``left_out``."""
+    results = []
     for job in jobs:
         if time.perf_counter() - start > _LAST_START:
             left_out.append(name(job))
             continue
-        found.append(run(job))
-        print(f"  {name(job)}: {outcome(found[-1])} [{time.perf_counter() - start:.0f} s]",
+        results.append(run(job))
+        print(f"  {name(job)}: {outcome(results[-1])} [{time.perf_counter() - start:.0f} s]",
               flush=True)
-    return found
+    return results
 
 
-def _described(facts: dict[str, Any]) -> list[str]:
-    """A line a fact; what was not found, or is empty, has none."""
+def _lines(facts: dict[str, Any]) -> list[str]:
+    """A line for each fact that is known and not empty."""
     lines = []
     for name, fact in facts.items():
         parts = ([f"{key} {value}" for key, value in fact.items()] if isinstance(fact, dict) else
@@ -135,8 +135,8 @@ def _described(facts: dict[str, Any]) -> list[str]:
 
 def _matrix(rates: Sequence[dict[str, Any]]) -> str:
     names = list(dict.fromkeys(rate["from"] for rate in rates))
-    found = {(rate["from"], rate["to"]): f"{rate['gb_per_s']:.1f}" for rate in rates}
-    rows = [[source, *(found.get((source, target), "-") for target in names)] for source in names]
+    cells = {(rate["from"], rate["to"]): f"{rate['gb_per_s']:.1f}" for rate in rates}
+    rows = [[source, *(cells.get((source, target), "-") for target in names)] for source in names]
     return description.table(["", *names], rows, numbers=range(1, len(names) + 1))
 
 
@@ -148,7 +148,7 @@ def _outcome(result: same.Result) -> str:
             f"({'rounding' if result.holds else f'TOO LARGE: the bound is {result.bound:.0e}'})")
 
 
-def _way(way: str) -> str:
+def _way_name(way: str) -> str:
     return way if way.startswith((speed.ONE_DEVICE, speed.MIRRORED)) else f"merge device {way}"
 
 
@@ -163,23 +163,23 @@ def _speed_table(results: Sequence[speed.Result]) -> str:
                      f"{peak / 2**20:,.0f}" if peak else "-",
                      ", ".join(f"{device} {size / 2**20:.1f}"
                                for device, size in result.state_bytes.items())]
-        rows.append([_way(result.way), result.devices, *cells])
+        rows.append([_way_name(result.way), result.devices, *cells])
     return description.table(
         ("", "devices", "XLA", "step ms", "rows/s", "first step s", "peak MiB of the fullest GPU",
          "weights and slots, MiB"), rows, numbers=(1, *range(3, 7)))
 
 
 def _verdict(results: Sequence[same.Result]) -> tuple[bool, str]:
-    """Whether something was compared, and nothing is wrong that one device gets right; in words."""
+    """Whether the towers train as one device does, if that does not fail; and a sentence."""
     results = [result for result in results if not result.alone]
     wrong = [str(result.job) for result in results if not result.holds]
     if wrong:
         return False, f"NOT the same as one device: {'; '.join(wrong)}."
     if not results:
         return False, "NOT compared with one device: there was no time, or one device alone failed."
-    said = []
-    for where, of_halves in (("", False), ("in mixed_float16 ", True)):
-        found = [result.largest for result in results
-                 if (result.job.network == same.HALVES) is of_halves]
-        said += [f"{where}{max(found):.1e} at most"] if found else []
-    return True, f"Training on the towers is the same as on one device: {', '.join(said)}."
+    parts = []
+    for prefix, is_half in (("", False), ("in mixed_float16 ", True)):
+        differences = [result.largest for result in results
+                       if (result.job.network == same.HALVES) is is_half]
+        parts += [f"{prefix}{max(differences):.1e} at most"] if differences else []
+    return True, f"Training on the towers is the same as on one device: {', '.join(parts)}."

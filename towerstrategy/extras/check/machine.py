@@ -1,7 +1,7 @@
-"""What is there: versions, devices, and how the devices reach each other.
+"""Facts about the machine: versions, devices, and the rates of copies between devices.
 
-Goes in: the process, before TensorFlow has started.  Comes out: facts for JSON, and the devices
-that the towers are to be.
+Goes in: nothing; TensorFlow must not have started.  Comes out: facts for JSON, and the devices of
+the towers.
 """
 
 from __future__ import annotations
@@ -23,23 +23,24 @@ from towerstrategy.placement import devices as devices_lib
 PACKAGES = ("tensorflow", "keras", "tf_keras", "numpy", "nvidia-cudnn-cu12", "nvidia-nccl-cu12")
 
 CPU_TOWERS = 4
-# MiB of each half where there is one GPU only: enough for the networks here.
+# MiB of each half if there is only one GPU: enough for the networks here.
 _HALF_GPU = 2048
 
 _COPIED_BYTES = 2**26
 _COPIES = 4
-_PATIENCE = 20  # seconds for another program
+_PATIENCE = 20  # seconds for nvidia-smi
 
 
 def prepare(count: int | None) -> tuple[list[str], bool]:
-    """Makes the devices of ``count`` towers; None for every GPU, else :data:`CPU_TOWERS`.
+    """The devices of ``count`` towers, and whether they are parts of one physical device.
 
-    Comes out: these, and whether they share one physical device: a CPU, or the only GPU, in halves.
-    ``ValueError`` or ``RuntimeError`` where there are fewer GPUs, or TensorFlow has started.
+    They are parts of a CPU, or halves of the only GPU.  By default there is a tower for each GPU,
+    or there are :data:`CPU_TOWERS`.  Raises ``ValueError`` if there are fewer GPUs than towers,
+    ``RuntimeError`` if TensorFlow has started.
     """
     gpus = tf.config.list_physical_devices("GPU")
     if not gpus:
-        # One more than towers: the merge device "cpu" is to be none of them, as with GPUs.
+        # One more device than towers: as with GPUs, the merge device "cpu" should be no tower.
         return devices_lib.split_cpu(1 + (CPU_TOWERS if count is None else count))[1:], True
     if len(gpus) == 1 and count in (None, 2):
         half = tf.config.LogicalDeviceConfiguration(memory_limit=_HALF_GPU)
@@ -51,10 +52,11 @@ def prepare(count: int | None) -> tuple[list[str], bool]:
 
 
 def facts() -> dict[str, Any]:
+    """Versions, environment variables, and devices."""
     return {
         "towerstrategy": _version.__version__, "python": platform.python_version(),
         "platform": platform.platform(),
-        "packages": {name: found for name in PACKAGES if (found := _version_of(name))},
+        "packages": {name: version for name in PACKAGES if (version := _version_of(name))},
         "keras_of_tf": f"{tf.keras.__name__} {tf.keras.__version__}",
         "built_with": {name: str(value) for name, value in tf.sysconfig.get_build_info().items()
                        if name in ("cuda_version", "cudnn_version", "is_cuda_build")},
@@ -62,33 +64,33 @@ def facts() -> dict[str, Any]:
             "CUDA_VISIBLE_DEVICES", "TF_CONFIG", "TF_USE_LEGACY_KERAS", "TF_ENABLE_ONEDNN_OPTS",
             "TF_GPU_ALLOCATOR", "TF_FORCE_GPU_ALLOW_GROWTH", "TF_DETERMINISTIC_OPS", "XLA_FLAGS")},
         "cores": len(os.sched_getaffinity(0)),
-        "gpus": list(map(_described, tf.config.list_physical_devices("GPU"))),
+        "gpus": list(map(_gpu_facts, tf.config.list_physical_devices("GPU"))),
         "driver": _nvidia_smi("--query-gpu=driver_version,memory.total", "--format=csv,noheader"),
         "topology": _nvidia_smi("topo", "-m"), "peer_access": _nvidia_smi("topo", "-p2p", "r")}
 
 
 def copies(devices: Sequence[str]) -> list[dict[str, Any]]:
-    """Measures how fast tensors go between GPUs and the CPU, one way at a time."""
-    everyone = ["CPU:0", *devices]
+    """Measures the rates of copies between GPUs and the CPU, one copy at a time."""
+    all_devices = ["CPU:0", *devices]
     return [{"from": source, "to": target, "gb_per_s": _copy_rate(source, target)}
-            for source in everyone for target in everyone if source != target]
+            for source in all_devices for target in all_devices if source != target]
 
 
 def _copy_rate(source: str, target: str) -> float:
     with tf.device(source):
-        # One value a copy: TensorFlow remembers where a value has been sent to.
+        # A new value for each copy, because TensorFlow keeps the copies of a value.
         values = [tf.fill([_COPIED_BYTES // 4], float(number)) for number in range(_COPIES + 1)]
         for value in values:
             float(value[0])
 
-    def arrive(value: tf.Tensor) -> None:
+    def copy(value: tf.Tensor) -> None:
         with tf.device(target):
             float(tf.identity(value)[-1])
 
-    arrive(values[0])
+    copy(values[0])
     start = time.perf_counter()
     for value in values[1:]:
-        arrive(value)
+        copy(value)
     return _COPIES * _COPIED_BYTES / (time.perf_counter() - start) / 1e9
 
 
@@ -98,17 +100,17 @@ def _version_of(package: str) -> str | None:
     return None
 
 
-def _described(gpu: Any) -> dict[str, str]:
+def _gpu_facts(gpu: Any) -> dict[str, str]:
     details = tf.config.experimental.get_device_details(gpu)
     return {"name": details.get("device_name", gpu.name),
             "compute_capability": ".".join(map(str, details.get("compute_capability") or ()))}
 
 
 def _nvidia_smi(*arguments: str) -> str | None:
-    """What ``nvidia-smi`` says; None where it is not there, or does not know."""
+    """The output of ``nvidia-smi``; None if it is not installed, or fails."""
     try:
-        done = subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True,
-                              timeout=_PATIENCE, check=True)
+        process = subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True,
+                                 timeout=_PATIENCE, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout.strip()
+    return process.stdout.strip()

@@ -1,7 +1,7 @@
-"""How fast is a training step, what does it hold, and what does that advise?
+"""How fast is a train step, how much memory does it take, and which merge device is the best?
 
 Goes in: the towers' devices.  Comes out: step time, rows a second and memory of one device, of
-MirroredStrategy and of TowerStrategy with each merge device; and a sentence: see docs/check.md.
+MirroredStrategy and of TowerStrategy with each merge device; and advice: see docs/check.md.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from towerstrategy.placement import homes as homes_lib, names
 from towerstrategy.strategy import TowerStrategy
 
 ONE_DEVICE, MIRRORED = "one device", "MirroredStrategy"
-NO_XLA = ", no XLA"  # behind a way's name; else as Keras does by itself: XLA on GPUs
+NO_XLA = ", no XLA"  # added to the name of a way; without it, Keras' default: XLA on GPUs
 
 _WARM_UP = 3
-_LEAST, _MOST = 5, 500  # steps that are measured
-# Of merge devices this close the first is advised: those that take the least GPU memory come first.
+_LEAST, _MOST = 5, 500  # limits of the number of measured steps
+# Of the merge devices this close to the fastest, the first wins: it takes the least GPU memory.
 _AS_FAST = 0.97
-# Times the rows a second of one device from which on the towers are said to pay.
+# Towers pay if they train this many times the rows a second of one device.
 _PAYS = 1.1
 
 
 class Size(NamedTuple):
-    """The network that is measured: a first convolution and more, then two dense layers.
+    """The size of the measured network: ``convolutions`` after a first one, then two dense layers.
 
-    On GPUs it has 16 million weights and a step takes 17 GFLOP a row: 1,000 floating point
-    operations a weight, as in a ResNet-50 at 224 x 224 pixels.
+    On GPUs it has 16 million weights, and a step takes 17 GFLOP per row.  That is 1,000 floating
+    point operations per weight, as in a ResNet-50 with images of 224 x 224 pixels.
     """
 
     pixels: int
@@ -52,16 +52,16 @@ SIZES = {"GPU": Size(pixels=28, filters=256, convolutions=6, dense=3072, rows=64
 
 @dataclasses.dataclass
 class Result:
-    """What was measured of one way to train, or the error that came instead."""
+    """The measurements of one way to train, or an error."""
 
-    way: str  # ONE_DEVICE, MIRRORED or a merge device, with NO_XLA behind it or not
+    way: str  # ONE_DEVICE, MIRRORED or a merge device; NO_XLA may follow
     devices: int
-    rows: int  # of its global batch
+    rows: int  # of a global batch
     step_ms: float = 0.0  # the median step
-    first_step_s: float = 0.0  # from ``fit`` to the end of the first step: tracing, mostly
+    first_step_s: float = 0.0  # from ``fit`` to the end of the first step: mostly tracing
     peak_bytes: dict[str, int] = dataclasses.field(default_factory=dict)  # of each GPU
-    state_bytes: dict[str, int] = dataclasses.field(default_factory=dict)  # every copy counted
-    xla: bool = False  # whether XLA compiled the step, or what the towers do in it
+    state_bytes: dict[str, int] = dataclasses.field(default_factory=dict)  # counting every copy
+    xla: bool = False  # whether XLA compiled the step, or the towers' parts of it
     error: str | None = None
 
     @property
@@ -70,27 +70,27 @@ class Result:
 
 
 def ways(devices: Sequence[str]) -> list[str]:
-    """What to measure, in order."""
+    """The ways to train that are measured, in order."""
     merges = ["cpu"] if len(devices) == 1 else ["cpu", "balanced", devices[0]]
     without = [ONE_DEVICE + NO_XLA, merges[:2][-1] + NO_XLA] if "GPU" in devices[0] else []
     return [ONE_DEVICE, *merges, *without, *[MIRRORED] * (len(devices) > 1)]
 
 
 def measure(way: str, devices: Sequence[str], one_physical: bool, seconds: float) -> Result:
-    """Trains for ``seconds`` after the first steps; an error is a result."""
+    """Trains for ``seconds`` after the first steps; an error is a result, too."""
     size = SIZES[devices[0][:3]]
     used = list(devices[:1] if way.startswith(ONE_DEVICE) else devices)
     result = Result(way, len(used), size.rows * len(devices if one_physical else used))
     try:
         _train(result, used, size, seconds)
-    except Exception as error:  # one way that fails must not take the others with it
+    except Exception as error:  # of any kind: the other ways are measured all the same
         result.error = f"{type(error).__name__}: {error}"
     gc.collect()
     return result
 
 
 def _train(result: Result, devices: list[str], size: Size, seconds: float) -> None:
-    """Fills in what is measured."""
+    """Trains and sets the measurements in ``result``."""
     tf.keras.backend.clear_session()
     gpus = [names.short_name(device.name)
             for device in tf.config.list_logical_devices("GPU")]
@@ -100,7 +100,7 @@ def _train(result: Result, devices: list[str], size: Size, seconds: float) -> No
     ends: list[float] = []
 
     def note(step: int, logs: Any) -> None:
-        float(logs["loss"])  # the step has ended when it is known
+        float(logs["loss"])  # waits for the end of the step
         ends.append(time.perf_counter())
         if step >= _WARM_UP + _LEAST and ends[-1] - ends[_WARM_UP - 1] > seconds:
             model.stop_training = True
@@ -136,7 +136,7 @@ def _network(keras: Any, size: Size) -> Any:
 
 
 def _batches(size: Size, rows: int) -> tf.data.Dataset:
-    """One batch again and again: the input pipeline is not what is measured."""
+    """A dataset that repeats one batch, so that the input pipeline takes no time."""
     random = np.random.default_rng(0)
     x = random.normal(size=[rows, size.pixels, size.pixels, 3]).astype("float32")
     y = random.integers(0, 10, rows)
@@ -144,24 +144,24 @@ def _batches(size: Size, rows: int) -> tf.data.Dataset:
 
 
 def state_bytes(model: Any) -> dict[str, int]:
-    """Bytes of weights and optimizer by device, every copy of a mirrored variable counted."""
-    held = Counter[str]()
+    """The bytes of weights and optimizer on each device, counting all copies of a variable."""
+    sizes = Counter[str]()
     for variable in [*model.variables, *state.optimizer_variables(model.optimizer)]:
-        one = variable if callable(variable.value) else variable.value
-        for part in getattr(one, "values", None) or (one,):
-            held[names.short_name(part.device)] += homes_lib.size_of(part)
-    return dict(sorted(held.items()))
+        tf_variable = variable if callable(variable.value) else variable.value
+        for copy in getattr(tf_variable, "values", None) or (tf_variable,):
+            sizes[names.short_name(copy.device)] += homes_lib.size_of(copy)
+    return dict(sorted(sizes.items()))
 
 
 def advice(results: Sequence[Result], one_physical: bool, on_gpus: bool) -> str:
-    """Which merge device to use, and whether towers, which share ``one_physical`` device, pay."""
-    good = {result.way: result for result in results
-            if result.error is None and not result.way.endswith(NO_XLA)}
-    alone, mirrored = good.pop(ONE_DEVICE, None), good.pop(MIRRORED, None)
-    if not good:
+    """Which merge device to use, and whether towers pay; parts of one physical device cannot."""
+    by_way = {result.way: result for result in results
+              if result.error is None and not result.way.endswith(NO_XLA)}
+    alone, mirrored = by_way.pop(ONE_DEVICE, None), by_way.pop(MIRRORED, None)
+    if not by_way:
         return "Nothing was measured on towers, so there is nothing to advise."
-    fastest = max(result.rows_per_second for result in good.values())
-    best = next(result for result in good.values() if result.rows_per_second >= _AS_FAST * fastest)
+    fastest = max(result.rows_per_second for result in by_way.values())
+    best = next(each for each in by_way.values() if each.rows_per_second >= _AS_FAST * fastest)
     use = f'Use merge_device="{best.way}"'
     if alone is None:
         return f"{use}; one device was not measured, so whether towers pay is not known."

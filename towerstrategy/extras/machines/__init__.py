@@ -1,1 +1,1 @@
-"""Several machines: the cluster, what crosses it, each one's data, and who still answers."""
+"""Several machines: the cluster and its health, collectives, and each worker's data."""

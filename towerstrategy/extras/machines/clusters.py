@@ -1,11 +1,11 @@
-"""The cluster in which this process is one worker, and whether the others still answer.
+"""Joins this process to a cluster as a worker, and checks that the other workers still answer.
 
-Goes in: ``TF_CONFIG`` or a cluster resolver.  Comes out: a :class:`Cluster`, this process' place in
-it; :func:`join` starts TensorFlow's gRPC server and collective ops, :func:`watch` a thread that
-asks the other workers by TensorFlow's own check, which a worker's server answers whatever its
-Python is doing.  Once one has stopped answering, everything that crosses machines, waiting already
-or still to come, raises ``tf.errors.UnavailableError``, which names all that are gone: a worker
-that ended because of another may be found first, and from outside they look alike.
+Goes in: ``TF_CONFIG`` or a cluster resolver.  Comes out: a :class:`Cluster`.  :func:`join` starts
+TensorFlow's gRPC server and collective ops.  :func:`watch` starts a thread that sends TensorFlow's
+health check to the other workers; a worker's server answers it whatever its Python code is doing.
+If a worker stops answering, all current and later collectives raise
+``tf.errors.UnavailableError``.  The error names all silent workers, because the first one found may
+have ended because of another one, and from outside they look alike.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ CHIEF, WORKER = "chief", "worker"
 _EXAMPLE = ('{"cluster": {"worker": ["10.0.0.1:2345", "10.0.0.2:2345"]}, '
             '"task": {"type": "worker", "index": 0}}')
 
-# Seconds between two questions, seconds to answer one, and how many in a row may stay unanswered.
+# Seconds between two health checks, seconds to answer one, and failures in a row that end it.
 INTERVAL, ANSWER, TRIES = 5.0, 8.0, 3
 
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """This process' place in a cluster."""
+    """A cluster, and this process' place in it."""
 
-    # Of each worker, the chief first, its type, its number in that and its address (host:port).
+    # The job, task number and address (host:port) of each worker, the chief first.
     tasks: tuple[tuple[str, int, str], ...]
-    index: int  # this process' number among all workers; files of 0 are kept
+    index: int  # this process' index in ``tasks``; only worker 0 writes the user's files
 
     @property
     def addresses(self) -> list[str]:
@@ -55,8 +55,8 @@ class Cluster:
         job, number, _ = self.tasks[index]
         return f"/job:{job}/replica:0/task:{number}"
 
-    def named(self, index: int) -> str:
-        """A worker as errors name it."""
+    def name_of(self, index: int) -> str:
+        """The name of a worker in messages."""
         return f"worker {index} ({self.task_of(index)} at {self.addresses[index]})"
 
 
@@ -64,11 +64,11 @@ _joined: list[Cluster] = []
 
 
 def resolver_of_environment() -> tf.distribute.cluster_resolver.ClusterResolver | None:
-    """What ``TF_CONFIG`` says, or None where it is not set."""
+    """The resolver for ``TF_CONFIG``; None if it is not set."""
     config = os.environ.get("TF_CONFIG")
     if not config:
         return None
-    resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()  # reads it when asked
+    resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()  # parses it on access
     try:
         json.loads(config).keys()
         resolver.cluster_spec(), resolver.task_type, resolver.task_id
@@ -80,7 +80,7 @@ def resolver_of_environment() -> tf.distribute.cluster_resolver.ClusterResolver 
 
 def join(resolver: tf.distribute.cluster_resolver.ClusterResolver | None,
          stages: int = 1) -> Cluster | None:
-    """Makes this process a worker of the resolver's cluster, once; None without several workers."""
+    """Makes this process a worker of a cluster, once; None if there are not several workers."""
     if resolver is None:
         return None
     refused.check_type("cluster_resolver", resolver,
@@ -96,8 +96,8 @@ def join(resolver: tf.distribute.cluster_resolver.ClusterResolver | None,
         return cluster
     if _joined:
         raise RuntimeError(
-            f"this process is {_joined[0].named(_joined[0].index)} of {_joined[0].addresses} "
-            f"already, but a strategy was asked for {cluster.named(cluster.index)} of "
+            f"this process is {_joined[0].name_of(_joined[0].index)} of {_joined[0].addresses} "
+            f"already, but a strategy was asked for {cluster.name_of(cluster.index)} of "
             f"{cluster.addresses}. "
             "A process belongs to one cluster; start another process.")
     try:
@@ -111,15 +111,15 @@ def join(resolver: tf.distribute.cluster_resolver.ClusterResolver | None,
             f"listed. ({error})") from error
     except tf.errors.UnknownError as error:
         raise RuntimeError(
-            f"{cluster.named(cluster.index)} cannot listen on its port. Another process has it, an "
-            "earlier run that has not ended perhaps; end that, or give the cluster another port. "
+            f"{cluster.name_of(cluster.index)} cannot listen on its port. Another process has it, "
+            "perhaps an earlier run that has not ended; end it, or give the cluster another port. "
             f"({error.message})") from error
     _joined.append(cluster)
     return cluster
 
 
 def _server(cluster: Cluster, resolver: Any) -> tf.train.ServerDef:
-    """What is to answer for this process."""
+    """The definition of this process' gRPC server."""
     job, number, _ = cluster.tasks[cluster.index]
     jobs = {kind: [address for other, _, address in cluster.tasks if other == kind]
             for kind, *_ in cluster.tasks}
@@ -129,7 +129,7 @@ def _server(cluster: Cluster, resolver: Any) -> tf.train.ServerDef:
 
 
 def place_in(resolver: Any) -> Cluster | None:
-    """This process' place, as :func:`join` finds it; nothing is started."""
+    """This process' place in a cluster, without starting anything; None without several workers."""
     spec = resolver.cluster_spec()
     jobs, place = spec.as_dict(), (resolver.task_type, resolver.task_id)
     tasks = [(job, number, spec.task_address(job, number)) for job in (CHIEF, WORKER)
@@ -145,7 +145,7 @@ def place_in(resolver: Any) -> Cluster | None:
 
 def _problems(jobs: dict[str, Any], tasks: list[tuple[str, int, str]],
               place: tuple[Any, Any]) -> Iterator[str]:
-    """What is wrong with a cluster; wrong addresses, too: workers would wait for each other."""
+    """Errors in a cluster's definition; with wrong addresses workers would wait for each other."""
     if "ps" in jobs:
         yield ('a cluster has parameter servers ("ps"), but a TowerStrategy has none: every worker '
                "keeps the weights. Leave them out")
@@ -162,28 +162,29 @@ def _problems(jobs: dict[str, Any], tasks: list[tuple[str, int, str]],
 
 
 def silent(cluster: Cluster, known: Mapping[int, str] = types.MappingProxyType({})) -> list[str]:
-    """The other workers that do not answer now, and why.
+    """The names of the other workers that do not answer now, each with the reason.
 
-    ``known`` says why of those that need not be asked.  No more are asked after :data:`ANSWER`.
+    ``known`` has the reasons of silent workers that are not checked again.  Checks stop after
+    :data:`ANSWER` seconds.
     """
     reasons, end = dict(known), time.monotonic() + ANSWER
     for index in cluster.others:
         if index not in reasons and time.monotonic() < end:
             reason = _tf.ask_worker(cluster.task_of(index), 2)
             reasons |= {} if reason is None else {index: reason}
-    return [f"{cluster.named(index)} ({reason})" for index, reason in sorted(reasons.items())]
+    return [f"{cluster.name_of(index)} ({reason})" for index, reason in sorted(reasons.items())]
 
 
 @functools.cache
 def watch(cluster: Cluster) -> None:
-    """Keeps asking all other workers, from a thread, until the process ends; once a cluster."""
+    """Starts a thread that checks all other workers until the process ends, once per cluster."""
     ended = threading.Event()
     # One thread for all: TensorFlow's check holds Python's lock while it waits for an answer.
     thread = threading.Thread(target=_watch, args=(cluster, ended), daemon=True,
                               name="towerstrategy health")
 
     def end() -> None:
-        # A thread inside TensorFlow while that is taken down would crash the process.
+        # If the thread were in TensorFlow during the shutdown, the process would crash.
         ended.set()
         thread.join()
 
@@ -192,6 +193,7 @@ def watch(cluster: Cluster) -> None:
 
 
 def _watch(cluster: Cluster, ended: threading.Event) -> None:
+    """Checks the other workers in turn; ends the collectives if one stays silent."""
     unanswered: collections.Counter[int] = collections.Counter()
     while not ended.wait(INTERVAL):
         for index in cluster.others:
@@ -202,12 +204,12 @@ def _watch(cluster: Cluster, ended: threading.Event) -> None:
             if reason is not None and unanswered[index] == TRIES:
                 _tf.end_collectives(_message(cluster, silent(cluster, {index: reason})))
                 return
-            if reason is not None:  # it is asked again before those behind it
+            if reason is not None:  # check it again before the workers after it
                 break
 
 
-def _message(cluster: Cluster, gone: list[str]) -> str:
-    return (f"no answer from {', '.join(gone)}: ended, stopped or cut off. A step "
-            f"needs all {len(cluster.tasks)} workers, so that one that fails ends the others; its "
+def _message(cluster: Cluster, silent_workers: list[str]) -> str:
+    return (f"no answer from {', '.join(silent_workers)}: ended, stopped or cut off. A step "
+            f"needs all {len(cluster.tasks)} workers, so if one fails, the others end, too; its "
             "own log says why it failed. Start all of them again; this one is "
-            f"{cluster.named(cluster.index)}.")
+            f"{cluster.name_of(cluster.index)}.")

@@ -1,8 +1,8 @@
 """Collectives over the machines: all-reduce, all-gather, and a broadcast of worker 0's values.
 
-Goes in: one value a machine, of its own towers, merged.  Comes out: the same on all.  It goes from
-merge device to merge device by TensorFlow's collective ops (RING, NCCL between GPUs), in one order
-on all workers: nothing here is called where only some of them get to.
+Goes in: a value on each machine, merged over its towers.  Comes out: the same value on all.
+TensorFlow's collective ops (RING, NCCL between GPUs) run on the merge devices.  All workers must
+call them in the same order, so no code that only some workers run may call them.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ from towerstrategy.extras.machines import clusters
 from towerstrategy.placement import devices as devices_lib, homes as homes_lib
 from towerstrategy.placement.workers import Workers
 
-# Seconds for all workers to start, where communication_options sets no timeout.
+# Seconds for all workers to start, if communication_options sets no timeout.
 START = 600.
 
-# What TensorFlow's collective ops carry; other numbers travel as one of these.
-_CARRIED = (tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.int32, tf.int64)
-_NOT_CARRIED = (tf.string, tf.variant, tf.resource)
+# The dtypes of TensorFlow's collective ops; other numbers are cast to one of these.
+_WIRE_DTYPES = (tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.int32, tf.int64)
+_UNSUPPORTED = (tf.string, tf.variant, tf.resource)
 
 _EXTREMES = {"max": tf.reduce_max, "min": tf.reduce_min, "and": tf.reduce_all,
              "or": tf.reduce_any}
 
-# Bytes from which a tensor crosses by itself; smaller ones are packed up to as many.
+# A tensor of at least so many bytes crosses alone; smaller ones are packed up to as many bytes.
 LARGE = 2**22
-MADE: list[Machines] = []  # in this process; iterators' type specs hold the number of one
+MADE: list[Machines] = []  # all in this process; type specs of iterators hold an index into it
 
 
 class Machines(Workers):
     """The collectives of one strategy's workers.
 
-    Everything crosses from and to the merge device.  ``number`` is this object's in :data:`MADE`,
-    ``towers_of`` are the numbers of each worker's towers.
+    All collectives run on the merge device.  ``number`` is the index of this object in
+    :data:`MADE`, ``towers_of`` has the number of towers of each worker.
 
     Raises:
       ValueError: workers have shares of different kinds, or different clusters.
-      RuntimeError: not all workers have come in time.
+      RuntimeError: not all workers have started in time.
     """
 
     def __init__(self, cluster: clusters.Cluster, placement: devices_lib.Placement,
@@ -53,24 +53,24 @@ class Machines(Workers):
         self.count, self.index = len(cluster.tasks), cluster.index
         self.towers, self._device = len(placement.towers), placement.merge
         self._launcher = _tf.CollectiveLauncher(self._device, self.count, options)
-        found = self._start(options, placement.shares_from)
-        # TensorFlow gathers in an order of its own; this is where each worker's part is.
-        self._order = sorted(range(self.count), key=lambda position: found[position][0])
-        _, self.towers_of, digests = map(list, zip(*sorted(found)))
-        self._check_alike(digests, placement.shares_from)
+        gathered = self._start(options, placement.shares_from)
+        # TensorFlow gathers in an order of its own; these are the positions of the workers' parts.
+        self._order = sorted(range(self.count), key=lambda position: gathered[position][0])
+        _, self.towers_of, digests = map(list, zip(*sorted(gathered)))
+        self._check_same_arguments(digests, placement.shares_from)
         self.first = sum(self.towers_of[:self.index])
         self.replicas = sum(self.towers_of)
-        own = tf.constant(placement.shares or (1.,) * self.towers, tf.float64)
-        self.units = rows_lib.units_of(self.gather_rows([own])[0].numpy().tolist())
+        shares = tf.constant(placement.shares or (1.,) * self.towers, tf.float64)
+        self.units = rows_lib.units_of(self.gather_rows([shares])[0].numpy().tolist())
         self._agree_on_seed()
 
     def _start(self, options: Any, shares_from: str) -> list[list[int]]:
-        """Each worker's number, towers and digest of what is to be alike, once all have started."""
-        alike = zlib.crc32(repr((self.cluster.tasks, shares_from)).encode())
-        own = tf.constant([[self.index, self.towers, alike]], tf.int64)
+        """Waits for all workers; returns each one's index, towers and digest of its arguments."""
+        digest = zlib.crc32(repr((self.cluster.tasks, shares_from)).encode())
+        own = tf.constant([[self.index, self.towers, digest]], tf.int64)
         seconds = getattr(options, "timeout_seconds", None) or START
         try:
-            found = self._launcher.all_gather(own, _tf.Options(timeout_seconds=seconds))
+            gathered = self._launcher.all_gather(own, _tf.Options(timeout_seconds=seconds))
         except tf.errors.OpError as error:
             silent = clusters.silent(self.cluster)
             late = isinstance(error, tf.errors.DeadlineExceededError)
@@ -82,10 +82,10 @@ class Machines(Workers):
                 "time with communication_options=tf.distribute.experimental.CommunicationOptions("
                 f"timeout_seconds=...). ({type(error).__name__}: {error.message})") from error
         clusters.watch(self.cluster)
-        return found.numpy().tolist()
+        return gathered.numpy().tolist()
 
-    def _check_alike(self, digests: list[int], shares_from: str) -> None:
-        others = [self.cluster.named(index) for index, digest in enumerate(digests)
+    def _check_same_arguments(self, digests: list[int], shares_from: str) -> None:
+        others = [self.cluster.name_of(index) for index, digest in enumerate(digests)
                   if digest != digests[self.index]]
         if others:
             raise ValueError(
@@ -95,9 +95,8 @@ class Machines(Workers):
                 f"{self.cluster.addresses} and shares={shares_from or 'numbers or nothing'}.")
 
     def _agree_on_seed(self) -> None:
-        """Sets worker 0's random seed on all, unless all have set the same: pipelines, Keras' own
-        among them, must shuffle alike where each worker takes its rows of every batch.
-        """
+        """Sets worker 0's random seed on all workers, unless all have set the same seed."""
+        # If workers take their rows of every batch, all pipelines, also Keras', must shuffle alike.
         seed = _tf.global_seed()
         own = random.getrandbits(31) if seed is None else seed % 2**31
         agreed = int(self.chiefs([tf.constant(own, tf.int64)])[0])
@@ -106,14 +105,14 @@ class Machines(Workers):
             tf.random.set_seed(agreed)
 
     def sum(self, values: Sequence[Any]) -> list[Any]:
-        """The sums over the workers of their ``values``, packed: an all-reduce a dtype and 4 MiB.
+        """The sums of ``values`` over the workers: an all-reduce for each pack of small tensors.
 
-        Gradients are taken to be in the order of their layers, so the last are ready first: each
-        pack waits for its own values and those after them, and for nothing before them.  A large
-        tensor has an all-reduce to itself.
+        A pack has one dtype and up to 4 MiB; a large tensor crosses alone.  Gradients are in the
+        order of their layers, so the last are ready first.  So the packs are filled from the end,
+        and each waits for its own values and later ones, not for earlier ones.
 
-        ``tf.IndexedSlices`` stay slices: those of all workers are concatenated, and their
-        number may differ between workers.  None stays None; it must be None on every worker.
+        ``tf.IndexedSlices`` of all workers are concatenated; their number may differ between
+        workers.  None stays None; it must be None on every worker.
         """
         results = list(values)
         slices = {position: value for position, value in enumerate(values)
@@ -121,7 +120,7 @@ class Machines(Workers):
         dense = {position: tf.convert_to_tensor(value) for position, value in enumerate(values)
                  if value is not None and position not in slices}
         for tensor in dense.values():
-            if tensor.dtype == tf.bool or tensor.dtype in _NOT_CARRIED:
+            if tensor.dtype == tf.bool or tensor.dtype in _UNSUPPORTED:
                 raise TypeError(f"a sum of {tensor.dtype.name} values is not defined.")
         for positions in _packs(dense):
             summed = self._sum_pack([dense[position] for position in positions])
@@ -134,13 +133,13 @@ class Machines(Workers):
         return results
 
     def chiefs(self, values: Sequence[Any]) -> list[Any]:
-        """Worker 0's ``values``: tensors, of the same shapes on every worker."""
-        # What collective ops do not carry, strings above all, stays each worker's own.
+        """Worker 0's ``values``: tensors with the same shapes on every worker."""
+        # Strings, and other values that no collective op supports, stay each worker's own.
         tensors = [tf.convert_to_tensor(value) for value in values]
-        sent = [None if tensor.dtype in _NOT_CARRIED else _sent(tensor)[0] for tensor in tensors]
+        sent = [None if tensor.dtype in _UNSUPPORTED else _encoded(tensor)[0] for tensor in tensors]
         if not self.is_chief:
             sent = [None if value is None else tf.zeros_like(value) for value in sent]
-        return [tensor if value is None else _received([value], tensor.dtype)
+        return [tensor if value is None else _decoded([value], tensor.dtype)
                 for tensor, value in zip(tensors, self.sum(sent))]
 
     def gather(self, value: Any, axis: int = 0) -> Any:
@@ -154,71 +153,72 @@ class Machines(Workers):
         return self.gather_along([value], [axis % value.shape.rank])[0]
 
     def gather_along(self, values: Sequence[tf.Tensor], axes: Sequence[int]) -> list[tf.Tensor]:
-        """Dense values, each gathered along its axis: the first where their rank is unknown."""
+        """Dense values, each gathered along its axis, which must be 0 if the rank is unknown."""
         move = tf.experimental.numpy.moveaxis
         gathered = self.gather_rows([move(value, axis, 0) if axis else value
                                      for value, axis in zip(values, axes)])
         return [move(rows, 0, axis) if axis else rows for rows, axis in zip(gathered, axes)]
 
     def extremes(self, values: Sequence[tf.Tensor], kinds: Sequence[str]) -> list[tf.Tensor]:
-        """The workers' "max", "min", "and" (all) or "or" (any) of each value, of one shape."""
+        """The "max", "min", "and" or "or" of each value over the workers, which have one shape."""
         gathered = self.gather_rows([value[tf.newaxis] for value in values])
         return [_EXTREMES[kind](rows, 0) for rows, kind in zip(gathered, kinds)]
 
     def gather_rows(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        sent = [_sent(value) for value in values]
-        parts = [part for each in sent for part in each]
+        """The workers' tensors, each concatenated along the first axis; row counts may differ."""
+        encoded = [_encoded(value) for value in values]
+        parts = [part for each in encoded for part in each]
         if not parts:
             return []
         with tf.device(self._device):
             rows = tf.stack([tf.shape(part, out_type=tf.int64)[0] for part in parts])
             all_rows = self._gather(rows[tf.newaxis])
-            got = iter([self._gather_padded(part, all_rows[:, number])
-                        for number, part in enumerate(parts)])
-            return [_received([next(got) for _ in each], value.dtype)
-                    for each, value in zip(sent, values)]
+            gathered = iter([self._gather_padded(part, all_rows[:, index])
+                             for index, part in enumerate(parts)])
+            return [_decoded([next(gathered) for _ in each], value.dtype)
+                    for each, value in zip(encoded, values)]
 
     def _sum_pack(self, values: list[tf.Tensor]) -> list[tf.Tensor]:
-        """Sums of tensors that travel as the same dtype, in one all-reduce."""
+        """The sums over the workers of tensors with one wire dtype, by one all-reduce."""
         with tf.device(self._device):
-            packed = [_sent(value)[0] for value in values]
+            packed = [_encoded(value)[0] for value in values]
             flat = [tf.reshape(value, [-1]) for value in packed]
             sizes: list[Any] = [part.shape.num_elements() for part in flat]
-            if None in sizes:  # it may be empty, which TensorFlow's collective ops do not survive
+            if None in sizes:  # it may be empty; TensorFlow's collective ops fail on empty tensors
                 sizes = [tf.size(part) for part in flat] + [1]
                 flat.append(tf.zeros([1], flat[0].dtype))
             elif not sum(sizes):
                 return values
-            together = self._launcher.all_reduce(tf.concat(flat, 0) if flat[1:] else flat[0])
-            parts = tf.split(together, sizes) if flat[1:] else [together]
-            return [_received([tf.reshape(part, tf.shape(sent))], value.dtype)
-                    for part, sent, value in zip(parts, packed, values)]
+            total = self._launcher.all_reduce(tf.concat(flat, 0) if flat[1:] else flat[0])
+            parts = tf.split(total, sizes) if flat[1:] else [total]
+            return [_decoded([tf.reshape(part, tf.shape(encoded))], value.dtype)
+                    for part, encoded, value in zip(parts, packed, values)]
 
-    def _gather_padded(self, sent: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
-        """One tensor of each worker, of ``rows`` rows, concatenated."""
-        # At least one row: TensorFlow's collective ops do not survive empty tensors.
+    def _gather_padded(self, value: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
+        """The workers' tensors, which have these numbers of rows, concatenated."""
+        # At least one row: TensorFlow's collective ops fail on empty tensors.
         most = tf.maximum(tf.reduce_max(rows), 1)
-        shape = tf.shape(sent, out_type=tf.int64)
+        shape = tf.shape(value, out_type=tf.int64)
         missing = tf.concat([[most - shape[0]], shape[1:]], 0)
-        padded = tf.concat([sent, tf.zeros(missing, sent.dtype)], 0)
-        together = tf.boolean_mask(self._gather(padded[tf.newaxis]), tf.sequence_mask(rows, most))
-        together.set_shape(tf.TensorShape([None]).concatenate(sent.shape[1:]))
-        return together
+        padded = tf.concat([value, tf.zeros(missing, value.dtype)], 0)
+        gathered = tf.boolean_mask(self._gather(padded[tf.newaxis]), tf.sequence_mask(rows, most))
+        gathered.set_shape(tf.TensorShape([None]).concatenate(value.shape[1:]))
+        return gathered
 
     def _gather_composite(self, value: tf.RaggedTensor | tf.SparseTensor, axis: int) -> Any:
-        """The workers' ragged or sparse tensors, all of one kind, concatenated along ``axis``."""
+        """The workers' ragged, or sparse, tensors, concatenated along ``axis``."""
         parts = tf.nest.flatten(value, expand_composites=True)
         lengths = tf.stack([tf.shape(part, tf.int64)[0] for part in parts])
         counts, *gathered = self.gather_rows([lengths[tf.newaxis], *parts])
-        each = zip(*(tf.split(part, counts[:, number], num=self.count)
-                     for number, part in enumerate(gathered)))
+        by_worker = zip(*(tf.split(part, counts[:, index], num=self.count)
+                          for index, part in enumerate(gathered)))
         if isinstance(value, tf.SparseTensor):
-            return tf.sparse.concat(axis, [tf.SparseTensor(*own) for own in each], True)
+            return tf.sparse.concat(axis, [tf.SparseTensor(*parts) for parts in by_worker], True)
         return tf.concat([tf.RaggedTensor.from_nested_row_splits(flat, splits, validate=False)
-                          for flat, *splits in each], axis)
+                          for flat, *splits in by_worker], axis)
 
     def _gather(self, value: tf.Tensor) -> tf.Tensor:
-        """The workers' values, of one shape, concatenated in the workers' order."""
+        """The workers' values, which have one shape, concatenated in the order of workers."""
         gathered = self._launcher.all_gather(value, None)
         if self._order == list(range(self.count)):
             return gathered
@@ -226,8 +226,8 @@ class Machines(Workers):
 
 
 def _packs(values: dict[int, tf.Tensor]) -> list[list[int]]:
-    """Which of ``values`` cross together; who waits for the last values alone is first."""
-    # Large ones cross alone: packing copies them, and keeps what is ready waiting.
+    """The keys of ``values`` that cross together; first the packs of the last values."""
+    # Large ones cross alone: packing copies them, and a pack waits for all of its values.
     packs: list[list[int]] = []
     filling: dict[tf.DType, tuple[list[int], int]] = {}
     for position, value in reversed(values.items()):
@@ -235,19 +235,19 @@ def _packs(values: dict[int, tf.Tensor]) -> list[list[int]]:
         if size >= LARGE:
             packs.append([position])
             continue
-        carrier = _carrier(value.dtype)
-        pack, held = filling.get(carrier, ([], LARGE + 1))
-        if held + size > LARGE:
-            pack, held = [], 0
+        dtype = _wire_dtype(value.dtype)
+        pack, pack_size = filling.get(dtype, ([], LARGE + 1))
+        if pack_size + size > LARGE:
+            pack, pack_size = [], 0
             packs.append(pack)
         pack.append(position)
-        filling[carrier] = pack, held + size
+        filling[dtype] = pack, pack_size + size
     return sorted(packs, key=min, reverse=True)
 
 
-def _carrier(dtype: tf.DType) -> tf.DType:
-    """The dtype as which values of ``dtype`` travel."""
-    if dtype in _CARRIED:
+def _wire_dtype(dtype: tf.DType) -> tf.DType:
+    """The dtype in which values of ``dtype`` cross."""
+    if dtype in _WIRE_DTYPES:
         return dtype
     if dtype.is_complex:
         return dtype.real_dtype
@@ -256,26 +256,26 @@ def _carrier(dtype: tf.DType) -> tf.DType:
     return tf.int64 if dtype in (tf.uint32, tf.uint64) else tf.int32
 
 
-def _sent(value: tf.Tensor) -> list[tf.Tensor]:
-    """``value`` as it travels: strings as the length of each, in their shape, and all their bytes.
+def _encoded(value: tf.Tensor) -> list[tf.Tensor]:
+    """The tensors that cross for ``value``; for strings, their lengths and all their bytes.
 
     Raises:
-      TypeError: it holds no numbers, nor strings.
+      TypeError: it has neither numbers nor strings.
     """
     if value.dtype == tf.string:
         joined = tf.strings.reduce_join(value)
         return [tf.strings.length(value), tf.cast(tf.io.decode_raw(joined, tf.uint8), tf.int32)]
-    if value.dtype in _NOT_CARRIED:
+    if value.dtype in _UNSUPPORTED:
         raise TypeError(f"values of dtype {value.dtype.name} cannot cross machines: "
                         "TensorFlow's collective ops carry numbers only.")
     if value.dtype.is_complex:
         return [tf.stack([tf.math.real(value), tf.math.imag(value)], -1)]
-    carrier = _carrier(value.dtype)
-    return [value if carrier == value.dtype else tf.cast(value, carrier)]
+    dtype = _wire_dtype(value.dtype)
+    return [value if dtype == value.dtype else tf.cast(value, dtype)]
 
 
-def _received(parts: Sequence[tf.Tensor], dtype: tf.DType) -> tf.Tensor:
-    """The inverse of :func:`_sent`."""
+def _decoded(parts: Sequence[tf.Tensor], dtype: tf.DType) -> tf.Tensor:
+    """The inverse of :func:`_encoded`."""
     value = parts[0]
     if dtype == tf.string:
         letters = tf.constant([bytes([code]) for code in range(256)])

@@ -1,9 +1,9 @@
-"""A dataset -> this machine's part of each global batch; all workers get to its end together.
+"""Shards a dataset over the workers; all workers reach its end together.
 
 Goes in: the dataset that every worker of a cluster has made, and its auto-shard policy.  Comes out:
-a :class:`WorkersDataset`, with the row counts of the towers of all machines in each element.  One
-small all-reduce an element sums them and how many workers have data: one whose data has ended goes
-on with elements without rows until all have ended.
+a :class:`WorkersDataset`: this worker's part of each global batch, with the row counts of the
+towers of all machines.  A small all-reduce per element sums these counts, and the number of workers
+that have data.  A worker whose data has ended gets elements without rows until all have ended.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ Policy: TypeAlias = tf.data.experimental.AutoShardPolicy
 
 
 class ShardingMachines(collectives.Machines):
-    """The workers of one strategy, as the core knows them: a :class:`placement.workers.Workers`."""
+    """The workers of one strategy, with all methods of :class:`placement.workers.Workers`."""
 
     @property
     def _here(self) -> slice:
-        """This worker's towers among those of all."""
+        """The positions of this worker's towers among those of all workers."""
         return slice(self.first, self.first + self.towers)
 
     def cuts_of(self, units: rows_lib.Units, counted: slice = slice(None),
                 note: Callable[[Any, Any], None] | None = None) -> rows_lib.CutRows:
-        """Cuts a batch that every worker has, by ``units``: each takes its own towers' rows."""
+        """A function that cuts a batch, which all workers have, for this worker's towers."""
         def cut(rows: rows_lib.Rows) -> tuple[rows_lib.Sizes, slice, rows_lib.Sizes]:
             sizes = rows_lib.split_rows(rows, self.replicas, units)
             if note is not None:
@@ -51,43 +51,43 @@ class ShardingMachines(collectives.Machines):
                       in_order: bool = False, measured: Any = None) -> WorkersDataset:
         """This worker's part of a dataset of global batches, by its auto-shard policy.
 
-        Either every worker reads all batches and takes its towers' rows of each, or it reads files
-        of its own, or all, and takes one of as many parts as there are workers of each batch that
-        it reads: docs/several_machines.md says which policy does what.
+        By some policies, every worker reads all batches and takes its towers' rows of each.  By the
+        others, a worker reads its own files, or all of them, and uses each batch for as many steps
+        as there are workers, a part of it in each.  See docs/several_machines.md.
 
         Args:
-          in_order: whether ``AUTO`` is to keep the rows' order, which ``DATA`` does.
-          measured: the shares, where they change (see :mod:`extras.measured`); the workers' else.
+          in_order: whether ``AUTO`` has to keep the rows' order, as ``DATA`` does.
+          measured: the shares if they change (see :mod:`extras.measured`), else None.
         """
         datasets_lib.check_batched(dataset)
         own = _own_batches(dataset, self, in_order)
         if own is None:
             note = None if measured is None else measured.note
-            made = _map_by_units(
+            elements = _map_by_units(
                 dataset, self, measured, lambda element, units: splitting.split_batch(
                     element, self.towers, self.cuts_of(units, self._here, note)))
             length = dataset.cardinality()
         else:
-            made = _in_steps(own, self, measured, self._here)
+            elements = _in_steps(own, self, measured, self._here)
             length = _length_for_all(own)
         return WorkersDataset(
-            made, self, ready, length,
+            elements, self, ready, length,
             lambda fn: self.shard_dataset(dataset.map(fn), ready, in_order, measured))
 
     def shard_grouped(self, grouped: datasets_lib.TowerDataset,
                       ready: int) -> WorkersDataset:
         """A dataset of this worker's own per-tower batches, as :mod:`datasets` groups them."""
         dataset = grouped.dataset
-        made = dataset.map(datasets_lib.on_elements(dataset.element_spec, _counted))
+        elements = dataset.map(datasets_lib.on_elements(dataset.element_spec, _counted))
         return WorkersDataset(
-            made, self, ready, _length_for_all(dataset),
+            elements, self, ready, _length_for_all(dataset),
             lambda fn: self.shard_grouped(grouped.map(fn), ready))
 
 
 def _map_by_units(dataset: tf.data.Dataset, workers: collectives.Machines, measured: Any,
                   fn: Callable[[Nest, rows_lib.Units], Nest]) -> tf.data.Dataset:
-    """``fn`` of each element of ``dataset`` and the shares of all towers."""
-    # All elements of an iterator are split by the same ones: workers are not at the same element.
+    """Maps ``fn``, which takes an element and the shares of all towers, over a dataset."""
+    # An iterator keeps its first shares: at a change, workers may be at different elements.
     if measured is None:
         return dataset.map(datasets_lib.on_elements(
             dataset.element_spec, lambda element: fn(element, workers.units)))
@@ -95,15 +95,15 @@ def _map_by_units(dataset: tf.data.Dataset, workers: collectives.Machines, measu
 
 
 def _length_for_all(own: tf.data.Dataset) -> Any:
-    """The length of this worker's ``own`` dataset where it is all workers'."""
-    # Others may have more or fewer batches, and Keras ends an epoch after as many as it is given.
+    """The length of this worker's ``own`` dataset if it is infinite or unknown, else unknown."""
+    # Others may have more or fewer batches, and Keras would end an epoch after this many.
     length = own.cardinality()
     return tf.constant(tf.data.UNKNOWN_CARDINALITY, tf.int64) if length >= 0 else length
 
 
 def _own_batches(dataset: tf.data.Dataset, workers: collectives.Machines,
                  in_order: bool) -> tf.data.Dataset | None:
-    """The batches of which this worker has all rows; None where it shares them with all others."""
+    """The batches of which this worker uses all rows; None if it uses a part of every batch."""
     policy = dataset.options().experimental_distribute.auto_shard_policy
     if policy == Policy.OFF:
         return dataset
@@ -122,22 +122,22 @@ def _own_batches(dataset: tf.data.Dataset, workers: collectives.Machines,
 
 def _in_steps(own: tf.data.Dataset, workers: collectives.Machines, measured: Any,
               here: slice) -> tf.data.Dataset:
-    """Each of this worker's batches as several steps, so that all workers' make one batch."""
+    """Splits each of this worker's batches over steps; all workers' parts make a global batch."""
     spec = own.element_spec
 
     def parts(element: Nest) -> tf.data.Dataset:
         leaves = tf.nest.flatten(element)
         rows = tf.cast(rows_lib.rows_in(next(filter(rows_lib.has_rows, leaves))), tf.int64)
-        # As many for each: what a worker has to do is what is in its files.
-        # Workers begin at different parts, so that each step has a part of every size.
+        # Parts of equal sizes, since a worker has to do what is in its files.  Workers start at
+        # different parts, so that each step has a part of every size.
         sizes = tf.roll(rows_lib.split_rows(rows, workers.count), -workers.index, 0)
         starts = tf.cumsum(sizes, exclusive=True)
 
         def part(number: tf.Tensor) -> tuple[tf.Tensor, Nest]:
             start, size = starts[number], sizes[number]
-            cut = [None if leaf is None else rows_lib.rows_between(leaf, start, size)
-                   for leaf in leaves]
-            return size, tf.nest.pack_sequence_as(spec, cut)
+            slices = [None if leaf is None else rows_lib.rows_between(leaf, start, size)
+                      for leaf in leaves]
+            return size, tf.nest.pack_sequence_as(spec, slices)
 
         return tf.data.Dataset.range(workers.count).map(part)
 
@@ -155,7 +155,7 @@ def _in_steps(own: tf.data.Dataset, workers: collectives.Machines, measured: Any
 
 
 def _counted(element: Nest) -> Nest:
-    """An element of grouped batches with the row counts of this worker's towers."""
+    """An element of per-tower batches, with the row counts of this worker's towers."""
 
     def counted(leaf: Any) -> Any:
         if leaf is None:
@@ -171,61 +171,61 @@ def _counted(element: Nest) -> Nest:
 
 
 class Agreement(NamedTuple):
-    """What the workers agree on at each element: its rows on all towers, and the end of the data.
+    """Agrees with the other workers on each element's rows and on the end of the data.
 
-    It is part of iterators' type specs, so it holds plain values.  The pipelines' own elements are
-    ``(there, rows, values)``, see :class:`WorkersDataset`.
+    It is part of iterators' type specs, so it holds plain values.  A pipeline's elements are
+    ``(exists, rows, values)``, see :class:`WorkersDataset`.
     """
 
-    packed: Nest  # the specs of an element as this worker's pipeline has split it
-    number: int  # of the :class:`collectives.Machines`
+    packed: Nest  # the specs of an element that this worker's pipeline has split
+    number: int  # the index of the workers in :data:`collectives.MADE`
 
     @property
     def _workers(self) -> collectives.Machines:
         return collectives.MADE[self.number]
 
     def batch(self, iterator: Any) -> Nest:
-        """The next element that any worker has."""
-        there, rows, own = self._taken_from(iterator)
-        # An iterator without elements raises the error that says that data has ended.
-        ended = tf.cond(there, lambda: tf.constant(0, tf.int64),
+        """The next element; raises at the end of the data of all workers."""
+        exists, rows, own = self._take(iterator)
+        # An empty iterator raises the error about the end of the data.
+        ended = tf.cond(exists, lambda: tf.constant(0, tf.int64),
                         lambda: iter(tf.data.Dataset.range(0)).get_next())
         with tf.control_dependencies([ended]):
             own = own if tf.executing_eagerly() else iterators.copied(own)
         return self.element(own, rows)
 
     def optional(self, iterator: Any) -> tf.experimental.Optional:
-        """The next element, whether or not any worker has it."""
-        there, rows, own = self._taken_from(iterator)
-        return iterators.HeldOptional(iterator.element_spec, there, self.element(own, rows))
+        """The next element as an optional, which has no value after the end of the data."""
+        exists, rows, own = self._take(iterator)
+        return iterators.HeldOptional(iterator.element_spec, exists, self.element(own, rows))
 
-    def _taken_from(self, iterator: Any) -> tuple[tf.Tensor, tf.Tensor, Any]:
+    def _take(self, iterator: Any) -> tuple[tf.Tensor, tf.Tensor, Any]:
         with tf.device("CPU:0"):
             return self.of_host(iterator.take())
 
     def of_host(self, own: Any) -> tuple[tf.Tensor, tf.Tensor, Any]:
-        """Whether any worker has an element, the rows of all towers, and the pipeline's ``own``.
+        """Whether there is an element, the rows of all towers, and the pipeline's element ``own``.
 
-        Of ``own`` it needs the host's part alone; other parts may be taken later.
+        It needs only the host's part of ``own``; the other parts may be taken later.
         """
-        workers, (there, rows, *_) = self._workers, own
+        workers, (exists, rows, *_) = self._workers, own
         with tf.device("CPU:0"):
-            here = tf.cast(there, tf.int64)
+            one = tf.cast(exists, tf.int64)
             before, after = workers.first, workers.replicas - workers.first - workers.towers
-            both = workers.sum([tf.concat(
-                [here[tf.newaxis], tf.pad(here * rows, [[before, after]])], 0)])[0]
-            both.set_shape([1 + workers.replicas])
+            sums = workers.sum([tf.concat(
+                [one[tf.newaxis], tf.pad(one * rows, [[before, after]])], 0)])[0]
+            sums.set_shape([1 + workers.replicas])
             batched = any(isinstance(spec, sub_batches.SubBatchesSpec)
                           for spec in tf.nest.flatten(self.packed))
-            return both[0] >= (1 if batched else workers.count), both[1:], own
+            return sums[0] >= (1 if batched else workers.count), sums[1:], own
 
     def element(self, own: Any, rows: tf.Tensor) -> Nest:
-        """The element of a pipeline's ``own`` and the rows of all towers."""
+        """An element with the values of the pipeline's element ``own`` and all towers' rows."""
         return self._pack(own[2], lambda parts: sub_batches.SubBatches(parts, rows=rows),
                           _tf.PerReplica)
 
     def element_spec(self, own: Any) -> Nest:
-        """The spec of an element with the row counts of all machines, given the pipeline's own."""
+        """The spec of an element with the row counts of all machines; ``own`` is the pipeline's."""
         counts = tf.TensorSpec([self._workers.replicas], tf.int64)
         return self._pack(
             own[2], lambda specs: sub_batches.SubBatchesSpec(*specs, counts, counted=True),
@@ -233,25 +233,25 @@ class Agreement(NamedTuple):
 
     def _pack(self, values: Sequence[Any], batched: Callable[[list[Any]], Any],
               plain: Callable[[list[Any]], Any]) -> Nest:
-        """``values`` in the structure of an element, the towers' of a component together."""
-        left = iter(values)
+        """An element of ``values``; ``batched`` or ``plain`` joins the towers' values."""
+        values_left = iter(values)
 
-        def of(spec: tf.TypeSpec) -> Any:
+        def component(spec: tf.TypeSpec) -> Any:
             if rows_lib.is_absent(spec):
                 return None
             if not isinstance(spec, _tf.PerReplicaSpec):
-                return next(left)
-            parts = [next(left) for _ in range(self._workers.towers)]
+                return next(values_left)
+            parts = [next(values_left) for _ in range(self._workers.towers)]
             return (batched if isinstance(spec, sub_batches.SubBatchesSpec) else plain)(parts)
 
-        return tf.nest.map_structure(of, self.packed)
+        return tf.nest.map_structure(component, self.packed)
 
 
 class WorkersDataset(datasets_lib.TowerDataset):
-    """What a strategy's workers iterate over: this worker's part of each global batch.
+    """A worker's part of a distributed dataset: its towers' rows of each global batch.
 
     Elements of ``dataset`` hold :class:`sub_batches.SubBatches` with this worker's row counts, or
-    ``PerReplica`` values where they are no batches.  ``length`` is its ``cardinality``.
+    ``PerReplica`` values if they are no batches.  ``length`` is its ``cardinality``.
     """
 
     def __init__(self, dataset: tf.data.Dataset, workers: collectives.Machines, ready: int,
@@ -283,7 +283,7 @@ class WorkersDataset(datasets_lib.TowerDataset):
         return rows
 
     def _endless(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
-        """Elements ``(there, rows, values)``; after the data, without end, such with no rows."""
+        """Elements ``(exists, rows, values)``; after the data, endlessly, elements without rows."""
         towers = self._workers.towers
 
         def flat(element: Nest) -> tuple[Any, ...]:
@@ -293,10 +293,10 @@ class WorkersDataset(datasets_lib.TowerDataset):
                 part for leaf in leaves
                 for part in (leaf.values if isinstance(leaf, _tf.PerReplica) else [leaf]))
 
-        missing = [rows_lib.no_rows(part)
-                   for spec in tf.nest.flatten(self._spec) if not rows_lib.is_absent(spec)
-                   for part in (spec._component_specs[:towers]
-                                if isinstance(spec, _tf.PerReplicaSpec) else [spec])]
-        nothing = tf.data.Dataset.from_tensors(
-            (False, tf.zeros([towers], tf.int64), tuple(missing))).repeat()
-        return dataset.map(datasets_lib.on_elements(self._spec, flat)).concatenate(nothing)
+        empty = [rows_lib.no_rows(part)
+                 for spec in tf.nest.flatten(self._spec) if not rows_lib.is_absent(spec)
+                 for part in (spec._component_specs[:towers]
+                              if isinstance(spec, _tf.PerReplicaSpec) else [spec])]
+        after_end = tf.data.Dataset.from_tensors(
+            (False, tf.zeros([towers], tf.int64), tuple(empty))).repeat()
+        return dataset.map(datasets_lib.on_elements(self._spec, flat)).concatenate(after_end)

@@ -1,1 +1,1 @@
-"""``shares="measured"``: who is faster gets more rows, as the towers' times say."""
+"""``shares="measured"``: measures the towers, and gives more rows to faster ones."""

@@ -1,11 +1,11 @@
-"""``shares="measured"``: the towers' times decide what each gets.
+"""``shares="measured"``: changes the towers' shares by their measured times.
 
-Goes in: the steps of a training.  Comes out: now and then a sample of one (:mod:`sample`), and,
-when enough of them say so, other shares, by which batches are split from then on, in eager code and
-in pipelines and functions that were traced before: docs/unequal_devices.md says when.
+Goes in: the steps of a training; some of them are sampled (:mod:`sample`).  Comes out: new shares
+if enough samples call for them.  Batches are then split by the new shares, in eager code and in
+pipelines and functions that were traced before.  docs/unequal_devices.md says when shares change.
 
-:data:`ROUND` samples make a round; a tower's rate, its rows over the time in which it was busy, is
-the median of the samples since the last change of shares.
+:data:`ROUND` samples make a round.  A tower's rate in a sample is its rows divided by its busy
+time; its rate is the median of the samples since the last change of shares.
 """
 
 from __future__ import annotations
@@ -25,65 +25,65 @@ from towerstrategy.placement import asked_shares, devices as devices_lib
 from towerstrategy.placement.workers import Workers
 
 ROUND = 3
-# How much more time the slowest tower must take than it could, for shares to change.
+# Shares change if the slowest tower takes this much more time than with better shares.
 GAIN, CLEAR_GAIN = 0.05, 0.25
-# How many standard errors the slowest and the fastest tower's times must lie apart.
+# Shares change if the slowest and fastest towers' times differ by so many standard errors.
 SURE = 3
-# Shares that are so near to equal ones are equal.
+# Equal shares are taken if the slowest tower then takes at most this much more time.
 NEAR = 0.05
 _KEPT_ROUNDS = 3
-# The share of a training's time that may be spent, once shares are settled.
+# The share of a training's time that samples may take, once shares are settled.
 MOST = 0.005
-# Steps that trace, or are fed with batches that were split before shares changed.
+# Steps that trace, and steps whose batches were split before shares changed.
 _WARM_UP = 3
 _IN_FLIGHT = 8
-# So many changes are made as soon as can be.
+# So many changes are made without a limit on the time that samples take.
 _EAGER_CHANGES = 8
 _WHAT = 'measure the towers of shares="measured"'
 
 
 class _Change(NamedTuple):
-    """What was before shares changed last."""
+    """The state before the last change of shares."""
 
     units: tuple[int, ...]  # the shares
     rows: int  # of a batch
     rates: Sequence[float]
-    took: float  # seconds until all towers had ended
+    seconds: float  # of the slowest tower
 
 
 def of(placement: devices_lib.Placement, workers: Workers | None) -> Measuring | None:
-    """What measures the towers; None where shares are no measured ones, or there is one tower."""
-    number = workers.replicas if workers else len(placement.towers)
-    wanted = placement.shares_from == asked_shares.MEASURED and number > 1
-    return Measuring(placement, workers) if wanted else None
+    """The :class:`Measuring` of a strategy; None without measured shares or with one tower."""
+    towers = workers.replicas if workers else len(placement.towers)
+    measured = placement.shares_from == asked_shares.MEASURED and towers > 1
+    return Measuring(placement, workers) if measured else None
 
 
 class Measuring:
-    """Measures the towers of one strategy; ``shares`` are those of all towers, as they are now."""
+    """Measures the towers of one strategy; ``shares`` are the current shares of all towers."""
 
     def __init__(self, placement: devices_lib.Placement, workers: Workers | None) -> None:
-        self.rounds = self.changes = 0  # changes taken back included
+        self.rounds = self.changes = 0  # a change that is undone counts twice
         self._placement, self._workers = placement, workers
-        here = len(placement.towers)
-        self.shares = MeasuredShares(workers.replicas if workers else here, here)
-        self._steps, self._next = 0, _WARM_UP
-        self._rates: list[list[float]] = []
-        self._left = ROUND  # samples of this round
-        self._decided = 0  # how often since shares have changed
-        self._tried: _Change | None = None
-        self._patience = 1  # after so many rounds shares may change
-        self._found: tuple[list[float], list[float]] | None = None  # rates, standard errors
-        self._rows = [0] * len(placement.towers)
+        local_towers = len(placement.towers)
+        self.shares = MeasuredShares(workers.replicas if workers else local_towers, local_towers)
+        self._steps, self._next_sample = 0, _WARM_UP
+        self._rates: list[list[float]] = []  # of each sample since shares have changed
+        self._samples_left = ROUND  # in this round
+        self._decisions = 0  # since shares have changed
+        self._last_change: _Change | None = None  # None if it was undone
+        self._patience = 1  # decisions until shares may change
+        self._result: tuple[list[float], list[float]] | None = None  # rates, standard errors
+        self._rows = [0] * local_towers
         self._start = time.perf_counter()
         self._spent = 0.0
         self._recording: sample_lib.Recording | None = None
 
     def anew(self) -> Measuring:
-        """The same for another strategy of the same towers, which knows nothing yet."""
+        """A new object without measurements, for another strategy with the same towers."""
         return Measuring(self._placement, self._workers)
 
     def step(self, call: Callable[[Any], Any], iterator: Any) -> Any:
-        """Calls ``call``, a step or several in one, and takes a sample where it is time to."""
+        """Calls ``call``, which runs one step or several, and samples it if it is time to."""
         self.between()
         try:
             return call(iterator)
@@ -91,12 +91,12 @@ class Measuring:
             self.end_of_loop()
 
     def between(self) -> None:
-        """A loop of Python's takes its next batch: a step ends here, and another begins."""
+        """Ends a step and begins another: a Python loop takes its next batch."""
         self.end_of_loop()
         self._recording = self._begin()
 
     def end_of_loop(self) -> None:
-        """The loop's last step has ended."""
+        """Ends the last step of a loop."""
         recording, self._recording = self._recording, None
         if recording is not None:
             sample = recording.end(self._placement)
@@ -105,146 +105,148 @@ class Measuring:
             self._spent += recording.cost
 
     def agree(self) -> None:
-        """All machines' iterators begin: decides, if there is a round of each machine's towers."""
+        """Decides on shares if all machines have a complete round; runs when iterators begin."""
         if self._workers is None:
             return
-        nothing = [0.] * len(self._rows)
-        own = tf.constant([*(self._found or (nothing, nothing)), self._rows], tf.float64)
+        zeros = [0.] * len(self._rows)
+        own = tf.constant([*(self._result or (zeros, zeros)), self._rows], tf.float64)
         rates, errors, rows = tf.transpose(
             self._workers.gather_rows([tf.transpose(own)])[0]).numpy()
         if min(rates) > 0:
             self._decide(rates.tolist(), errors.tolist(), int(sum(rows)))
 
     def _decide(self, rates: Sequence[float], errors: Sequence[float], rows: int) -> None:
-        """Changes the shares of all towers, if their rates, and the rows of a batch, say so.
+        """Changes the shares of all towers if their rates, for a batch of ``rows``, call for it.
 
-        ``rates`` are rows a second, ``errors`` the standard errors of their logarithms.
+        ``rates`` are in rows a second, ``errors`` are the standard errors of their logarithms.
         """
-        self._found = None
+        self._result = None
         if rows < len(rates):
             return
-        self._decided += 1
-        now = rows_for(self.shares.units, rows)
-        took = slowest(now, rates)
-        tried, expected = self._tried, list(rates)
-        if tried and tried.rows == rows and self._decided <= _KEPT_ROUNDS:
-            if self._decided == 1 and tried.took / took - 1 < GAIN:
+        self._decisions += 1
+        sizes = rows_for(self.shares.units, rows)
+        seconds = slowest(sizes, rates)
+        last, expected = self._last_change, list(rates)
+        if last and last.rows == rows and self._decisions <= _KEPT_ROUNDS:
+            if self._decisions == 1 and last.seconds / seconds - 1 < GAIN:
                 self._patience *= 2
-                self._change(tried.units, None)
+                self._change(last.units, None)
                 return
-            # Rates may depend on the rows: one that fell as rows came does not rise as they go.
-            expected = [min(pair) for pair in zip(rates, tried.rates)]
-        if took < sample_lib.SHORT:
+            # A rate that fell with more rows may not rise with fewer, so take the lower one.
+            expected = [min(pair) for pair in zip(rates, last.rates)]
+        if seconds < sample_lib.SHORT:
             return
         better = rows_for(expected, rows)
         equal = rows_for([1.] * len(rates), rows)
         if slowest(equal, expected) <= (1 + NEAR) * slowest(better, expected):
             better = equal
-        gain = took / slowest(better, expected) - 1
-        clear = self._decided == 1 or self._patience > 1
-        if self._decided < self._patience or gain < (CLEAR_GAIN if clear else GAIN):
+        gain = seconds / slowest(better, expected) - 1
+        needs_clear = self._decisions == 1 or self._patience > 1
+        if self._decisions < self._patience or gain < (CLEAR_GAIN if needs_clear else GAIN):
             return
-        if not _lie_apart([count / rate for count, rate in zip(now, rates)], errors):
+        if not _differ_clearly([size / rate for size, rate in zip(sizes, rates)], errors):
             return
-        self._change(better, _Change(self.shares.units, rows, rates, took))
+        self._change(better, _Change(self.shares.units, rows, rates, seconds))
 
-    def _change(self, units: Sequence[int], tried: _Change | None) -> None:
+    def _change(self, units: Sequence[int], change: _Change | None) -> None:
+        """Changes the shares; ``change`` is None if that undoes the last change."""
         self.shares.choose(units)
-        self._tried, self._rates, self._left, self._decided = tried, [], ROUND, 0
+        self._last_change, self._rates, self._samples_left, self._decisions = change, [], ROUND, 0
         self.changes += 1
-        self._next = self._steps + _IN_FLIGHT
+        self._next_sample = self._steps + _IN_FLIGHT
 
     def _begin(self) -> sample_lib.Recording | None:
-        """A recording, if it is time for one and one can be taken."""
+        """A new recording; None if it is not time for one, or it fails."""
         number, self._steps = self._steps, self._steps + 1
-        if number < self._next or not self._affords():
+        if number < self._next_sample or not self._may_spend():
             return None
         recording = sample_lib.begin(_WHAT)
-        if recording is None:  # later it may be possible
-            self._next = 2 * self._steps + _IN_FLIGHT
+        if recording is None:  # try again later
+            self._next_sample = 2 * self._steps + _IN_FLIGHT
         return recording
 
-    def _affords(self) -> bool:
-        settled = self._decided > 1 or self.changes >= _EAGER_CHANGES
-        return not settled or self._left < ROUND or self._spent * (
+    def _may_spend(self) -> bool:
+        """Whether there is time for a sample; a round that has begun is completed."""
+        settled = self._decisions > 1 or self.changes >= _EAGER_CHANGES
+        return not settled or self._samples_left < ROUND or self._spent * (
             1 + 1 / max(self.rounds, 1)) <= MOST * (time.perf_counter() - self._start)
 
     def _add(self, sample: sample_lib.Sample) -> None:
         rows = self.shares.rows()
         if not min(sample.towers) > 0 or not min(rows) > 0:
-            # A last batch with fewer rows than towers; or eager steps, which are not measured.
-            self._next = self._steps + self._steps // 8
+            # The last batch had fewer rows than towers, or steps are eager and not measured.
+            self._next_sample = self._steps + self._steps // 8
             return
         self._rows = rows
         self._rates.append([count / busy for count, busy in zip(rows, sample.towers)])
-        self._left -= 1
-        if self._left:
+        self._samples_left -= 1
+        if self._samples_left:
             return
         self._rates = self._rates[-ROUND * max(_KEPT_ROUNDS, self._patience):]
-        self._found = (np.median(self._rates, 0).tolist(),
-                       (np.std(np.log(self._rates), 0, ddof=1) / len(self._rates) ** .5).tolist())
-        self.rounds, self._left = self.rounds + 1, ROUND
+        self._result = (np.median(self._rates, 0).tolist(),
+                        (np.std(np.log(self._rates), 0, ddof=1) / len(self._rates) ** .5).tolist())
+        self.rounds, self._samples_left = self.rounds + 1, ROUND
         if self._workers is None:
-            self._decide(*self._found, sum(rows))
+            self._decide(*self._result, sum(rows))
 
 
-def _lie_apart(times: Sequence[float], errors: Sequence[float]) -> bool:
-    """Whether the longest time is longer than the shortest for more than that samples differ."""
+def _differ_clearly(times: Sequence[float], errors: Sequence[float]) -> bool:
+    """Whether the longest and the shortest time differ by more than chance explains."""
     order = np.argsort(times)
-    ends = [order[0], order[-1]]
-    return math.log(times[ends[1]] / times[ends[0]]) >= SURE * math.hypot(
-        *(errors[tower] for tower in ends))
+    first, last = order[0], order[-1]
+    return math.log(times[last] / times[first]) >= SURE * math.hypot(errors[first], errors[last])
 
 
 class MeasuredShares:
-    """The shares of all towers, as they are now: equal ``units`` until others are chosen.
+    """The current shares of all towers: equal ``units`` until others are chosen.
 
-    ``towers`` are on all machines, of which this one has so many ``here``.
+    ``towers`` is the number of towers on all machines, ``local_towers`` on this one.
     """
 
-    def __init__(self, towers: int, here: int) -> None:
+    def __init__(self, towers: int, local_towers: int) -> None:
         self.units: tuple[int, ...] = (1,) * towers
         with tf.init_scope(), tf.device("CPU:0"):
             # Not tf.Variable: they must not become variables of a strategy.
             self._variable = _tf.ResourceVariable(tf.ones([towers], tf.int64), trainable=False)
-            # The rows of a batch, then those of each tower here.
-            self._split = _tf.ResourceVariable(tf.zeros([1 + here], tf.int64), trainable=False)
+            # The rows of a batch, then those of each local tower.
+            self._split = _tf.ResourceVariable(
+                tf.zeros([1 + local_towers], tf.int64), trainable=False)
 
     def choose(self, units: Sequence[int]) -> None:
-        """From now on rows are split by ``units``."""
+        """Splits rows by ``units`` from now on."""
         self.units = tuple(units)
         self._variable.assign(tf.constant(self.units, tf.int64))
         self._split.assign(tf.zeros_like(self._split))
 
     def now(self) -> rows_lib.Units:
-        """The units: numbers in eager code, in a function a tensor that is read when it runs."""
+        """The current units: numbers in eager code; in a graph, a tensor read when it runs."""
         return self.units if tf.executing_eagerly() else self._variable.read_value()
 
     def of_iterator(self) -> tf.data.Dataset:
-        """The units, without end: in each iterator as they are when it begins."""
+        """An endless dataset of the units; an iterator keeps the units at its start."""
         begin = tf.data.Dataset.range(1).map(lambda _: self._variable.read_value())
         return begin.flat_map(lambda units: tf.data.Dataset.from_tensors(units).repeat())
 
     def note(self, rows: rows_lib.Rows, sizes: rows_lib.Sizes) -> None:
-        """Remembers how many rows of ``rows`` this machine's towers got."""
-        # Pipelines run ahead, and the last batch of many has fewer rows: the largest one counts.
+        """Stores how many of a batch's ``rows`` this machine's towers got."""
+        # Pipelines run ahead, and the last batch often has fewer rows, so the largest one counts.
         now = tf.concat([tf.cast([rows], tf.int64), tf.cast(sizes, tf.int64)], 0)
         before = self._split.read_value()
         self._split.assign(tf.where(now[0] >= before[0], now, before), read_value=False)
 
     def rows(self) -> list[int]:
-        """The rows of this machine's towers, of the largest batch since shares have changed."""
+        """The rows of this machine's towers in the largest batch since shares have changed."""
         return self._split.numpy().tolist()[1:]
 
     def cut(self, rows: rows_lib.Rows) -> tuple[rows_lib.Sizes, slice, None]:
-        """Cuts a batch that stays on this machine, see :data:`rows.CutRows`."""
+        """Cuts a batch for the towers of a single machine, see :data:`rows.CutRows`."""
         sizes = rows_lib.split_rows(rows, len(self.units), self.now())
         self.note(rows, sizes)
         return sizes, slice(None), None
 
     def left_out_of_checkpoints(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
-        """``dataset``, whose iterators can be saved in a checkpoint, which has no shares."""
-        # TensorFlow refuses pipelines that have state of other kinds, unless asked; now it warns.
+        """``dataset`` with iterators that can be saved in a checkpoint, without the shares."""
+        # By default TensorFlow refuses pipelines that read other state; with this option it warns.
         if dataset.options().experimental_external_state_policy is not None:
             return dataset
         options = tf.data.Options()
@@ -253,9 +255,9 @@ class MeasuredShares:
 
 
 def rows_for(rates: Sequence[float], rows: int) -> list[int]:
-    """``rows`` split so that towers of these ``rates`` (rows a second) end together.
+    """The sizes of a split of ``rows`` by which towers of these rates (rows a second) end together.
 
-    None gets less than one.
+    Each tower gets at least one row.
 
     >>> rows_for([3., 1.], 8), rows_for([1000., 1.], 8)
     ([6, 2], [7, 1])
@@ -268,5 +270,5 @@ def rows_for(rates: Sequence[float], rows: int) -> list[int]:
 
 
 def slowest(sizes: Sequence[int], rates: Sequence[float]) -> float:
-    """The seconds after which all towers have ended."""
+    """The seconds that the slowest tower takes."""
     return max(size / rate for size, rate in zip(sizes, rates))
