@@ -25,7 +25,7 @@ class Clock:
         self.begun += 1
         return self
 
-    of = sample_lib.Recording.of
+    run = sample_lib.Recording.run
 
     def drop(self):
         self.ended += 1
