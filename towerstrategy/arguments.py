@@ -1,8 +1,8 @@
-"""Wrong arguments of what a strategy's user calls are refused here, before anything runs.
+"""Checks of the arguments of a strategy's methods, before anything runs.
 
-Goes in: the arguments of ``run``, ``function``, ``reduce``, ``gather`` and of what distributes
-datasets and values.  Comes out: nothing, or an error that names the argument, what was given and
-what is possible.
+Goes in: the arguments of ``run``, ``function``, ``reduce``, ``gather`` and of the methods that
+distribute datasets and values.  Comes out: nothing, or an error with the argument's name, the value
+given and the possible values.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ DRAWS = ("per row", "per_row", "per tower", "per_tower")
 
 def check_made(cross_device_ops: Any, communication_options: Any, synchronize_batch_norm: Any,
                draws: Any) -> None:
-    """What ``TowerStrategy`` is made with, but for what says where things are."""
+    """Checks the constructor's arguments, except devices and shares (see ``placement``)."""
     if not tf.compat.v1.executing_eagerly_outside_functions():
         raise RuntimeError("TowerStrategy needs TensorFlow 2 behaviour, but eager execution is off "
                            "(a tf.compat.v1 graph, or tf.compat.v1.disable_eager_execution).")
-    for name, given, types, expected in (
+    for name, value, types, expected in (
             ("cross_device_ops", cross_device_ops, (type(None), tf.distribute.CrossDeviceOps),
              "None or a tf.distribute.CrossDeviceOps"),
             ("communication_options", communication_options, (type(None), _tf.Options),
              "None or a tf.distribute.experimental.CommunicationOptions"),
             ("synchronize_batch_norm", synchronize_batch_norm, bool, "True or False"),
             ("draws", draws, str, "'per row' or 'per tower'")):
-        refused.check_type(name, given, types, expected)
+        refused.check_type(name, value, types, expected)
     if draws not in DRAWS:
         raise ValueError(f"draws must be 'per row' or 'per tower', but got {draws!r}.")
 
@@ -57,9 +57,9 @@ def check_op(reduce_op: Any) -> None:
 @contextlib.contextmanager
 def merging(strategy: tf.distribute.Strategy, value: Any, axis: Any, axes: Sequence[Any],
             expected: str) -> Iterator[None]:
-    """Around ``strategy.reduce`` and ``gather``: TensorFlow's errors say what each tower has, too.
+    """A context for ``strategy.reduce`` and ``gather`` that adds each tower's value to errors.
 
-    ``axis`` holds ``axes``, which must be whole numbers; ``expected`` says so in words.
+    ``axes`` are the numbers in ``axis`` and must be whole; ``expected`` says so in words.
     """
     if not all(isinstance(item, numbers.Integral) and not isinstance(item, bool) for item in axes):
         raise refused.wrong_type("axis", axis, expected)
@@ -67,20 +67,20 @@ def merging(strategy: tf.distribute.Strategy, value: Any, axis: Any, axes: Seque
     try:
         yield
     except (AttributeError, TypeError, ValueError, tf.errors.InvalidArgumentError) as error:
-        found = [f"{path} of {_name(strategy, tower)} is "
+        parts = [f"{path} of {_tower_name(strategy, tower)} is "
                  + (f"{part.dtype.name} {part.shape}" if tf.is_tensor(part)
                     else refused.shown(part))
                  for path, leaf in _tf.flatten_with_paths({"value": value}) if _is_per_replica(leaf)
                  for tower, part in enumerate(leaf.values)]
-        if not found:
+        if not parts:
             raise
         kind = TypeError if isinstance(error, (AttributeError, TypeError)) else ValueError
-        raise kind(f"the towers' values cannot be merged with axis={axis}: {'; '.join(found)}. "
+        raise kind(f"the towers' values cannot be merged with axis={axis}: {'; '.join(parts)}. "
                    f"({error})") from error
 
 
 def check_outside(what: str) -> None:
-    """Raises ``RuntimeError`` in a tower, for what is done once and for all of them."""
+    """Raises ``RuntimeError`` in a tower; ``what`` says what is done once for all towers."""
     if contexts.current_tower() is not None:
         raise RuntimeError(
             f"{what}, so it belongs outside of the function given to strategy.run: that runs once "
@@ -88,7 +88,7 @@ def check_outside(what: str) -> None:
 
 
 def check_function(argument: str, fn: Any) -> None:
-    """Raises ``TypeError`` where ``fn`` cannot be called, or a call of it runs nothing yet."""
+    """Raises ``TypeError`` unless ``fn`` is a function that runs when it is called."""
     if not callable(fn):
         raise refused.wrong_type(argument, fn, "a function")
     if inspect.iscoroutinefunction(fn) or inspect.isgeneratorfunction(fn):
@@ -97,14 +97,14 @@ def check_function(argument: str, fn: Any) -> None:
 
 
 def check_one_device_each(strategy: Any) -> None:
-    """Raises ``NotImplementedError`` for ``strategy.function`` where towers have stages."""
+    """Raises ``NotImplementedError`` if towers have stages, for ``strategy.function``."""
     if strategy.extended.placement.rows:
         raise NotImplementedError("strategy.function partitions a step over towers of one device "
                                   "each, not over towers of several stages. Use strategy.run.")
 
 
 def check_sharded(strategy: tf.distribute.Strategy, bound: dict[str, Any]) -> None:
-    """The arguments of a function made by ``strategy.function``."""
+    """Checks the arguments, by name, of a call of a function made by ``strategy.function``."""
     leaves = tf.nest.flatten(bound)
     if not any(isinstance(leaf, (tf.distribute.DistributedValues, tf.distribute.DistributedDataset,
                                  tf.distribute.DistributedIterator)) for leaf in leaves):
@@ -125,7 +125,7 @@ def check_sharded(strategy: tf.distribute.Strategy, bound: dict[str, Any]) -> No
 
 
 def check_structures(argument: str, values: list[Any]) -> None:
-    """Raises ``ValueError`` where a function returned another structure for one tower."""
+    """Raises ``ValueError`` unless the values for all towers have the same structure."""
     for tower, value in enumerate(values):
         try:
             tf.nest.assert_same_structure(values[0], value, check_types=False)
@@ -137,7 +137,10 @@ def check_structures(argument: str, values: list[Any]) -> None:
 
 
 def _check_parts(strategy: tf.distribute.Strategy, arguments: dict[str, Any]) -> None:
-    """A per-replica value must have a part for each tower, or rows would be lost in silence."""
+    """Raises ``ValueError`` unless each per-replica value has a part for each tower.
+
+    Otherwise, rows would be lost silently.
+    """
     count = len(strategy.extended.worker_devices)
     leaves = tf.nest.flatten(arguments)
     if all(len(leaf.values) == count for leaf in leaves if _is_per_replica(leaf)):
@@ -154,7 +157,7 @@ def _is_per_replica(leaf: Any) -> bool:
     return isinstance(leaf, tf.distribute.DistributedValues) and not _tf.is_variable(leaf)
 
 
-def _name(strategy: tf.distribute.Strategy, tower: int) -> str:
+def _tower_name(strategy: tf.distribute.Strategy, tower: int) -> str:
     placement = strategy.extended.placement
     return f"{placement.name(tower)} on {names.short_name(placement.towers[tower])}"
 

@@ -1,8 +1,8 @@
-"""``tf.distribute``'s extension points, each handing to one package.
+"""``tf.distribute``'s extension points, each delegating to one package.
 
-Goes in: what TensorFlow's ``Strategy`` and libraries ask of a strategy's ``extended``.  Comes out:
-what :mod:`batch`, :mod:`sharding`, :mod:`replicas`, :mod:`merge` and :mod:`variables` make of it.
-Nothing is decided here.
+Goes in: the calls of TensorFlow's ``Strategy``, and of libraries, to ``strategy.extended``.  Comes
+out: the results of :mod:`batch`, :mod:`sharding`, :mod:`replicas`, :mod:`merge` and
+:mod:`variables`.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ from towerstrategy.variables import creation, tower_local
 
 
 class Modes(threading.local):
-    """What holds for a while, in one thread."""
+    """Flags that are set for a while (:meth:`within`), in one thread."""
 
-    in_order = False  # whether rows are to come in the dataset's order: a model predicts
+    in_order = False  # whether rows must keep the dataset's order: a model predicts
     kept = False  # whether an iterator over a dataset lives longer than an epoch of Keras
-    one_replica = False  # whether a step with all rows runs, in whatever context
+    one_replica = False  # whether a step with all rows runs, in any replica context
     keras_step = False  # whether a step of Keras is being traced
-    compiles = False  # whether XLA compiles what the towers do
-    keeps_graph = False  # whether the graph of what is traced is asked for, to look at
-    takes_iterators = False  # whether the function that a Keras model predicts by takes iterators
-    adopts = False  # whether variables that are not the strategy's yet are to be adopted
-    watch: Any = None  # what looks at the steps of a model's training, where something does
+    compiles = False  # whether XLA compiles the towers' operations
+    keeps_graph = False  # whether a traced step's graph must be complete, because someone reads it
+    takes_iterators = False  # whether the predict function of a Keras model takes iterators
+    adopts = False  # whether variables that are not the strategy's yet are adopted
+    watch: Any = None  # the watcher (a TowerReport) of a model's training steps, if any
 
     within = hooks.patched
 
 
 class TowerExtended(_tf.StrategyExtended):
-    """What ``strategy.extended`` is for a ``TowerStrategy``, which says what it is made with.
+    """The ``strategy.extended`` of a ``TowerStrategy``.
 
-    ``workers`` are None with one machine, ``measuring`` where nothing measures the towers.
+    ``workers`` is None with one machine; ``measuring`` is None unless ``shares="measured"``.
     """
 
     def __init__(self, container_strategy: tf.distribute.Strategy,
@@ -58,15 +58,15 @@ class TowerExtended(_tf.StrategyExtended):
                  measuring: Any = None, synchronizes_batch_norm: bool = True) -> None:
         self.modes = Modes()
         self.draws_rows, self.synchronizes_batch_norm = draws_rows, synchronizes_batch_norm
-        self.placement, self.workers = placement, workers  # TensorFlow's constructor asks for them
+        self.placement, self.workers = placement, workers  # TensorFlow's constructor reads them
         self.inputs = inputs.Inputs(placement, workers, measuring)
-        self._cluster_resolver = cluster_resolver  # what TensorFlow's Strategy gives for its own
+        self._cluster_resolver = cluster_resolver  # for the property of TensorFlow's Strategy
         super().__init__(container_strategy)
         self.homes = homes_lib.Homes(self.parameter_devices, placement.balanced, placement.rows,
                                      placement.merge)
         self.stages, self.xla = Stages(placement), xla.Xla(
             {*placement.towers, *itertools.chain(*placement.rows)})
-        # Living variables by their ids.
+        # The variables that still exist, by id.
         self._tracked: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         # Whether functions are traced for tower 0 alone, and why some were not.
         self.trace_once = True
@@ -77,12 +77,13 @@ class TowerExtended(_tf.StrategyExtended):
         # A nested tf.function may read tower-local variables, so each device has its own trace.
         self._retrace_functions_for_each_device = len(placement.towers) > 1
         self.experimental_enable_get_next_as_optional = True
-        # Of partitioned steps: operations without a rule by type, the last one's crossings by kind.
+        # Of partitioned steps, for reports: by op type, the ops that ran with all rows because they
+        # have no rule; and how many crossings of each kind the last step has.
         self.done_with_all_rows: dict[str, tuple[str, int, str]] = {}
         self.crossings: dict[str, int] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TowerExtended:
-        """A strategy of the same towers with no variables yet; the caller puts its owner in."""
+        """A copy for the same towers, without variables; the caller sets its strategy."""
         measuring = self.inputs.measuring and self.inputs.measuring.anew()
         memo[id(self)] = copied = TowerExtended(self._container_strategy(), self.placement,
                                                 self.workers, self._cluster_resolver,
@@ -92,24 +93,24 @@ class TowerExtended(_tf.StrategyExtended):
 
     @property
     def cpu(self) -> Any:
-        """What is done otherwise where all devices are CPUs, a module; else None."""
+        """The module ``extras.cpu``, with optimizations for CPU devices; None if there are GPUs."""
         return cpu if self.placement.on_cpu else None
 
     @property
     def compiles_whole(self) -> bool:
-        """Whether XLA can compile a step as a whole, as no device or machine has a part of it."""
+        """Whether XLA can compile a whole step: it is on one device of one machine."""
         return self.workers is None and self.placement.compiles
 
     @contextlib.contextmanager
     def step(self, compiles: bool = False) -> Iterator[None]:
-        """Around a Keras step that towers run; whether XLA ``compiles`` the towers' part of it."""
+        """A context for a Keras step; ``compiles``: whether XLA compiles the towers' operations."""
         with self.cpu.step(len(self.placement.towers)) if self.cpu else contextlib.nullcontext(), \
                 self.modes.within(keras_step=True, compiles=compiles):
             yield
 
     def call_step(self, call: Callable[[Any], Any], iterator: Any, compiles: bool,
                   trained: Any) -> Any:
-        """Calls a Keras step that the towers run, see :meth:`step`; ``trained``: a model or None"""
+        """Calls a Keras step in :meth:`step`; ``trained`` is the model if the step trains it."""
         measuring, watch = self.inputs.measuring, self.modes.watch
         if trained is not None and measuring is not None:
             call = functools.partial(measuring.step, call)
@@ -118,16 +119,16 @@ class TowerExtended(_tf.StrategyExtended):
         with self.step(compiles):
             return call(iterator)
 
-    # Where things are.
+    # Devices and replica numbers.
 
     @property
     def merge_device(self) -> str:
-        """The device where results are merged that belong to no variable."""
+        """The device that merges results that belong to no variable."""
         return self.placement.merge
 
     @property
     def host_device(self) -> str:
-        """The CPU that feeds the towers."""
+        """The CPU that runs the input pipeline."""
         spec = tf.DeviceSpec.from_string(self.placement.towers[0])
         return spec.replace(device_type="CPU", device_index=0).to_string()
 
@@ -156,15 +157,15 @@ class TowerExtended(_tf.StrategyExtended):
 
     @property
     def first_replica(self) -> int:
-        """The number, among the towers of all machines, of this machine's first."""
+        """The number of this machine's first tower among the towers of all machines."""
         return 0 if self.workers is None else self.workers.first
 
     def equal_shares(self) -> shares_lib.Shares:
-        """The shares where no rows are known."""
+        """The shares of a call without a batch: every tower counts the same."""
         return shares_lib.Shares.equal(len(self.placement.towers), self.workers)
 
     def variable_created_in_scope(self, v: Any) -> bool:
-        # A model that is compiled is to be adopted.
+        # True for other variables while a model is compiled, which adopts them.
         return self.modes.adopts or super().variable_created_in_scope(v)
 
     def _get_local_replica_id(self, replica_id_in_sync_group: Any) -> Any:
@@ -179,11 +180,11 @@ class TowerExtended(_tf.StrategyExtended):
     experimental_between_graph = property(lambda self: self.workers is not None)
     should_checkpoint = should_save_summary = _is_chief = property(
         lambda self: self.workers is None or self.workers.is_chief)
-    # tf_keras names the folders of workers that are not the chief by it.
+    # tf_keras uses it in the folder names of workers that are not the chief.
     _task_id = property(lambda self: 0 if self.workers is None else self.workers.index)
 
     def _use_merge_call(self) -> bool:
-        # Where the gradients are merged already, libraries are to take their single-device way.
+        # If gradients are merged already, libraries must use their code for a single device.
         return not isinstance(tf.distribute.get_replica_context(), contexts.OneReplicaContext)
 
     def _in_multi_worker_mode(self) -> bool:
@@ -195,7 +196,7 @@ class TowerExtended(_tf.StrategyExtended):
         return _keras.Scope(self.bare_scope(strategy))
 
     def bare_scope(self, strategy: tf.distribute.Strategy) -> Any:
-        """TensorFlow's scope alone, for calls in which nothing is traced but what enters ours."""
+        """TensorFlow's scope without our hooks, for calls whose traced code enters our scope."""
         return super()._scope(strategy)
 
     def _create_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
@@ -203,16 +204,16 @@ class TowerExtended(_tf.StrategyExtended):
         return creation.create(self._container_strategy(), self.homes, next_creator, **kwargs)
 
     def track(self, variable: Any) -> None:
-        """Remembers a variable for :meth:`variables`, without keeping it alive."""
+        """Adds a variable to :meth:`variables`, without keeping it alive."""
         self._tracked[id(variable)] = variable
 
     def variables(self) -> list[Any]:
-        """The living variables of this strategy."""
+        """The variables of this strategy that still exist."""
         return list(self._tracked.values())
 
     @contextlib.contextmanager
     def colocate_vars_with(self, colocate_with_variable: Any) -> Iterator[None]:
-        """As TensorFlow's; in no strategy's scope, where optimizers may be built, in this one's."""
+        """As TensorFlow's; outside of any scope, where optimizers may be built, in this scope."""
         with contextlib.ExitStack() as stack:
             if not tf.distribute.has_strategy():
                 stack.enter_context(self._container_strategy().scope())
@@ -222,7 +223,7 @@ class TowerExtended(_tf.StrategyExtended):
     def _validate_colocate_with_variable(self, colocate_with_variable: Any) -> None:
         owner = getattr(colocate_with_variable, "_distribute_strategy", None)
         if owner is None and contexts.has_all_rows():
-            return  # a model made outside of the scope, whose step is traced as on one device
+            return  # the model was made outside of the scope; its step is traced as on one device
         if owner is None or owner is not self._container_strategy():
             raise ValueError(
                 "`colocate_vars_with` must only be passed a variable created in this "
@@ -236,7 +237,7 @@ class TowerExtended(_tf.StrategyExtended):
 
     value_container = staticmethod(_tf.value_container)
 
-    # The verbs.
+    # Running, distributing, merging, updating.
 
     def _call_for_each_replica(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if self.modes.keras_step:
@@ -252,7 +253,7 @@ class TowerExtended(_tf.StrategyExtended):
                 "InputReplicationMode.PER_REPLICA is only supported in "
                 "`distribute_datasets_from_function`.")
         if self.modes.kept and dataset.options().autotune.enabled is False:
-            # Keras' threads and processes that load data end with an epoch: to read on is an error.
+            # Keras' data-loading threads end with the epoch; prefetching past its end would fail.
             fetch, ready = fetch._replace(devices=()), 0
         return self.inputs.distribute(dataset, self.modes.in_order, ready, fetch)
 
@@ -299,7 +300,7 @@ class TowerExtended(_tf.StrategyExtended):
         return reductions.gather(value, destinations, axis, self.workers)
 
     def _replica_ctx_all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
-        if contexts.has_all_rows():  # where tf_keras reads a metric
+        if contexts.has_all_rows():  # tf_keras reads a metric so
             return value
         return super()._replica_ctx_all_reduce(reduce_op, value, options)
 
@@ -313,10 +314,10 @@ class TowerExtended(_tf.StrategyExtended):
         several = len(parts) > 1
         results = []
         for number, part in enumerate(parts):
-            pick = _tf.select_replica if several else reductions.the_one
+            select = _tf.select_replica if several else reductions.the_one
             with tf.device(homes_lib.home_of(part)), _tf.UpdateContext(number), \
                     tf.name_scope(f"update_{number}"):
-                results.append(fn(part, *pick(number, args), **pick(number, kwargs)))
+                results.append(fn(part, *select(number, args), **select(number, kwargs)))
         return _tf.update_regroup(self, results, group)
 
     def _update_non_slot(self, colocate_with: Any, fn: Callable[..., Any], args: Any, kwargs: Any,

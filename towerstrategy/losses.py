@@ -1,11 +1,10 @@
-"""The loss of a replica function: a tower's mean, its part of the batch's, a loss of all rows.
+"""Losses in functions given to ``strategy.run``: scaled by a tower's share, or over all rows.
 
-Goes in: what a replica function, run by ``strategy.run``, computes of its tower's rows.  Comes out:
-the tower's part of the global batch's loss: the towers' gradients are summed, so the parts have to
-add up to what one device computes.
+Goes in: a loss that a tower computes from its rows.  Comes out: the tower's part of the global
+batch's loss.  The towers' gradients are summed, so the parts must add up to one device's loss.
 
-Where there is one replica that has all rows (a step of Keras, ``strategy.function``, no strategy)
-each of these functions returns what one device computes.
+If one replica has all rows (a step of Keras, ``strategy.function``, no strategy), each of these
+functions returns one device's value.
 """
 
 from __future__ import annotations
@@ -27,16 +26,16 @@ def __dir__() -> list[str]:
 
 
 def scaled(tower: contexts.TowerContext, mean: tf.Tensor) -> tf.Tensor:
-    """A tower's mean over its rows -> its part of the batch's mean; 0 of no rows."""
+    """A tower's part of the batch's mean, from its mean over its rows; 0 if it has no rows."""
     part = mean * tf.cast(tower.share, mean.dtype)
     if tower.may_be_empty:
         part = merging.kept(tower.filled, part)  # a mean over no rows is NaN
-    part._is_part = True  # of the batch's mean, see scale_loss
+    part._is_part = True  # so that scale_loss does not scale it again
     return part
 
 
 def unscaled(tower: contexts.TowerContext, part: tf.Tensor) -> tf.Tensor:
-    """The inverse of :func:`scaled`; 0 of no rows."""
+    """The inverse of :func:`scaled`; 0 if the tower has no rows."""
     return tf.math.divide_no_nan(part, tf.cast(tower.share, part.dtype))
 
 
@@ -49,7 +48,7 @@ def scale_loss(loss: Any) -> tf.Tensor:
 
 
 def install() -> None:
-    """Wraps TensorFlow's loss helpers, once; outside of towers they stay what they are."""
+    """Wraps TensorFlow's loss helpers, once; outside of towers they work as before."""
     _tf.AVERAGE.wrap(_average)
     _tf.REGULARIZATION.wrap(_regularization)
 
@@ -72,24 +71,24 @@ def _regularization(original: Callable[..., Any], regularization_loss: Any) -> A
 
 
 def whole_batch(value: Any) -> Any:
-    """All towers' rows of ``value``, in order, inside of a replica function.
+    """Gathers the rows of ``value`` from all towers, in order, inside of a replica function.
 
-    For losses that put the rows of a batch together: in-batch negatives, contrastive losses, mined
-    triplets.  The gradient is right for a loss that each tower computes of all rows and
-    ``strategy.scale_loss`` makes its part of the batch's.
+    For losses over pairs of rows of a batch: in-batch negatives, contrastive losses, mined
+    triplets.  The gradient is right if each tower computes the loss of all rows and scales it by
+    ``strategy.scale_loss``.
 
     Args:
-      value: a tensor, or a nest of tensors, each with a row an example in the first dimension; the
-        towers may have different numbers of rows.  Views of one example belong into tensors of
-        their own: rows are put together tensor by tensor.
+      value: a tensor, or a nest of tensors, whose first dimension is the examples, one row each;
+        the towers may have different numbers of rows.  Put each view of the examples into a tensor
+        of its own: each tensor is gathered on its own.
 
     Returns:
-      The same nest with the rows of all towers, of all machines; where there is one replica that
-      has all rows, ``value``.
+      The same nest with the rows of all towers, of all machines; ``value`` itself if one replica
+      has all rows.
 
     Raises:
-      RuntimeError: called in a branch, a loop or a ``tf.function`` that a tower calls, where no
-        sync point can be; or outside of towers, with per-replica values.
+      RuntimeError: called in a branch, a loop or a ``tf.function`` that a tower calls, where towers
+        cannot sync; or outside of towers, with per-replica values.
 
     >>> strategy = TowerStrategy(split_cpu(4)[:2])
     >>> @tf.function
@@ -111,15 +110,15 @@ def whole_batch(value: Any) -> Any:
 
 
 def _has_rows(leaf: Any) -> bool:
-    """Whether ``leaf`` is a tensor, or an array, of a row an example."""
+    """Whether ``leaf`` is a tensor or array with a first dimension."""
     if isinstance(leaf, (tf.Tensor, tf.RaggedTensor, tf.SparseTensor)):
         return leaf.shape.rank != 0
     return hasattr(leaf, "__array__") and not _tf.is_variable(leaf) and getattr(leaf, "ndim", 0) > 0
 
 
 def _rows_of_all(tower: contexts.TowerContext, value: Any) -> Any:
-    """``value``, a nest of this tower's rows, with the rows of all towers, on every tower."""
-    # The gradient for a tower's rows is the sum over the towers of what each asks for.
+    """The nest ``value`` of this tower's rows, gathered from all towers, on each tower."""
+    # The gradient of a tower's rows is the sum of all towers' gradients for these rows.
     def gathered(leaf: Any) -> Any:
         if isinstance(leaf, tf.SparseTensor):
             raise TypeError(f"a SparseTensor has no rows to gather: {leaf!r}. Make it dense first.")
@@ -138,10 +137,10 @@ def _rows_of_all(tower: contexts.TowerContext, value: Any) -> Any:
 class WholeBatch:
     """A loss over the rows of all towers, for replica functions.
 
-    In a replica function, run by ``strategy.run``, it is called with whatever the inner loss takes;
-    tensors with rows are gathered (:func:`whole_batch`), everything else is the tower's.  A number
-    is the tower's part of the batch's loss, so it needs no ``scale_loss``; values a row are the
-    tower's:
+    In a function given to ``strategy.run``, it takes the arguments of the inner loss.  Tensors with
+    rows are gathered (:func:`whole_batch`); other arguments are passed on.  If the inner loss
+    returns a scalar, the result is the tower's part of it and needs no ``scale_loss``; if it
+    returns one value per row, the result has the tower's rows:
 
     >>> strategy = TowerStrategy(split_cpu(4)[:2])
     >>> pairs = WholeBatch(
@@ -151,26 +150,26 @@ class WholeBatch:
     >>> float(strategy.reduce("SUM", parts, axis=None))
     9.0
 
-    In a step of Keras and in ``strategy.function`` every loss sees all rows, so there, as without a
-    strategy, it is the inner loss.  ``compile`` takes it for a loss or for a metric's function.
+    In a step of Keras and in ``strategy.function`` every loss sees all rows; there, as without a
+    strategy, it calls the inner loss.  ``compile`` accepts it as a loss or as a metric's function.
 
     Args:
       loss: a loss object of Keras 3 or tf_keras, a function, or the name of one.
 
     Attributes:
-      inner: what it was given.
+      inner: the inner loss: the ``loss`` given.
     """
 
     def __init__(self, loss: Any) -> None:
         if not callable(loss) and not isinstance(loss, str):
             raise refused.wrong_type("loss", loss, "a loss object, a function or the name of one")
         self.inner: Any = loss.inner if isinstance(loss, WholeBatch) else loss
-        # By which Keras names a metric where there is no strategy, too.
+        # Keras names a metric by it.
         self.__name__ = loss if isinstance(loss, str) else (  # a loss object's name may be None
             getattr(loss, "name", None) or getattr(loss, "__name__", "whole_batch"))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The tower's part of the loss of all rows; elsewhere the inner loss."""
+        """The tower's part of the loss of all rows; outside of towers, the inner loss."""
         inner = tf.keras.losses.get(self.inner) if isinstance(self.inner, str) else self.inner
         tower = contexts.splitting_tower()
         if tower is None:
@@ -191,7 +190,7 @@ class WholeBatch:
         return f"WholeBatch({self.inner!r})"
 
 
-def inner_losses(given: Any) -> Any:
-    """What ``compile`` was given, a nest, with the inner losses of each :class:`WholeBatch`."""
+def inner_losses(losses: Any) -> Any:
+    """The nest ``losses`` with each :class:`WholeBatch` replaced by its inner loss."""
     return tf.nest.map_structure(
-        lambda leaf: leaf.inner if isinstance(leaf, WholeBatch) else leaf, given)
+        lambda leaf: leaf.inner if isinstance(leaf, WholeBatch) else leaf, losses)

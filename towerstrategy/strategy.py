@@ -1,7 +1,7 @@
-"""TowerStrategy: the constructor and what a user calls.
+"""TowerStrategy: the constructor and the methods that users call.
 
 Goes in: devices, a merge device, batches, models.  Comes out: a ``tf.distribute.Strategy`` that
-trains on several devices and keeps every weight once.  The other modules do the work.
+trains on several devices and keeps every weight once.  Each method delegates to another module.
 """
 
 from __future__ import annotations
@@ -64,40 +64,39 @@ class TowerStrategy(kind.Kind):
     (10, 1)
 
     Args:
-      devices: the towers: None (every GPU, or one CPU tower where there is none), a count, or a
-        list of GPU ids, of device strings such as ``"GPU:0"`` or ``"/device:CPU:1"``, or of what
-        ``tf.config.list_logical_devices`` lists.  A list of lists makes each tower a row of
-        devices, its *stages*, over which one model is laid, see docs/one_large_model.md.
+      devices: the towers: None (every GPU, or one CPU tower if there is no GPU), a count, or a list
+        of GPU ids, device strings such as ``"GPU:0"`` or ``"/device:CPU:1"``, or devices from
+        ``tf.config.list_logical_devices``.  A list of lists gives each tower several devices, its
+        *stages*; one model is laid over them, see docs/one_large_model.md.
       merge_device: where variables live, gradients are summed and the optimizer runs: ``"cpu"``
         (the default with several CPU towers), a device string such as ``"GPU:0"``, or
-        ``"balanced"`` (the default with several GPUs): on that of the towers which each variable
-        has as its home, see docs/merge_device.md.  Stages have their weights with them.
-      shares: a number for each device, to which its rows of every batch are in proportion;
-        ``"measured"``: the towers' times decide, while it trains; ``"memory"``: by what each GPU
-        may use; None: as many rows for each.  With ``shares``, CPU and GPU towers can be in one
-        strategy, see docs/unequal_devices.md.
-      cross_device_ops: taken so that a ``MirroredStrategy`` can be swapped for this one, and not
-        used.
+        ``"balanced"`` (the default with several GPUs): each variable has one of the towers as its
+        home, see docs/merge_device.md.  With stages, each weight lives with its stage.
+      shares: a list of one number per device: its rows of every batch are proportional to it;
+        ``"measured"``: by the towers' step times, measured while training; ``"memory"``: by the
+        memory that each GPU may use; None: equal rows.  With ``shares``, CPU and GPU towers can be
+        in one strategy, see docs/unequal_devices.md.
+      cross_device_ops: accepted so that this class can replace ``MirroredStrategy``; not used.
       cluster_resolver: says which machines train together and which of them this process is; None
-        for what ``TF_CONFIG`` says, where it is set, see docs/several_machines.md.
-      communication_options: for what crosses machines: the implementation (RING or NCCL), the
-        timeout.
-      synchronize_batch_norm: whether batch norm takes the statistics of the whole batch in a step
-        of Keras and in ``strategy.function``, as on one device.  False: those of the tower's rows,
-        with which no tower waits for another, but for layers that say ``synchronized=True``; moving
-        statistics move by the towers' mean.  In ``strategy.run`` the layer decides.
-      micro_batches: into how many parts a tower's rows are cut, to run through the model one after
-        another, for batches whose activations do not fit.  Each part is a replica, see
+        to read ``TF_CONFIG``, if it is set, see docs/several_machines.md.
+      communication_options: for collectives between machines: the implementation (RING or NCCL) and
+        the timeout.
+      synchronize_batch_norm: whether batch norm uses the statistics of the whole batch in a step of
+        Keras and in ``strategy.function``, as on one device.  False: each tower uses its own rows'
+        statistics and waits for no other tower, except in layers with ``synchronized=True``; moving
+        statistics follow the towers' mean.  In ``strategy.run`` the layer decides.
+      micro_batches: the number of parts into which a tower's rows are cut, to run through the model
+        one after another, for batches whose activations do not fit.  Each part is a replica, see
         docs/micro_batches.md.
-      draws: what is drawn for the rows of a tower (dropout, noise, ``tf.random``) in a step of
-        Keras and in ``strategy.function``: with ``"per row"`` what one device draws, with
-        ``"per tower"`` other numbers (an underscore will do).  In ``strategy.run`` each tower draws
-        numbers of its own.
+      draws: the random numbers of a tower's rows (dropout, noise, ``tf.random``) in a step of Keras
+        and in ``strategy.function``: ``"per row"``: the numbers that one device draws for these
+        rows; ``"per tower"``: other numbers (an underscore is accepted, too).  In ``strategy.run``
+        each tower draws its own numbers.
 
     Raises:
-      TypeError, ValueError: wrong arguments, of which the message says what is possible.
-      RuntimeError: made in TensorFlow 1 graph mode; a worker's strategy made after TensorFlow had
-        started.
+      TypeError, ValueError: for wrong arguments; the message says which values are possible.
+      RuntimeError: in TensorFlow 1 graph mode; or for a worker's strategy, if TensorFlow has
+        already started.
     """
 
     def __init__(self, devices: int | str | tf.config.LogicalDevice | Sequence[
@@ -127,7 +126,7 @@ class TowerStrategy(kind.Kind):
         _tf.KEYS.wrap(lambda original, generator, key: (
             key if contexts.has_all_rows() else original(generator, key)))
         _keras.install_hooks()
-        if workers is not None:  # whose process makes callbacks that write files in no scope, too
+        if workers is not None:  # callbacks that write files may be made outside of the scope
             _tf.enter_work()
             weakref.finalize(self, _tf.leave_work)
         _log.info("%r", self)
@@ -147,18 +146,18 @@ class TowerStrategy(kind.Kind):
     def function(self, func: Callable[..., Any] | None = None,
                  input_signature: Sequence[Any] | None = None, autograph: bool = True,
                  jit_compile: bool | None = None, reduce_retracing: bool = False) -> Any:
-        """As ``tf.function``, for a step written for one device that the towers do.
+        """As ``tf.function``, for a step written for one device; it runs on the towers.
 
-        The step sees all rows of the batch, in a replica context of one replica.  It is traced
-        once, and each tower does what concerns its rows: what one device computes comes out.
+        The step sees all rows of the batch, in a replica context of one replica.  It is traced once
+        and partitioned: each tower computes its rows, and the result is that of one device.
 
         Arguments that come from :meth:`split`, or from this strategy's distributed datasets, are
-        sharded; all others are the same for all towers.  Batches are taken from an iterator
-        outside, or in a ``tf.function`` around it.  ``input_signature`` has the shapes of the whole
-        batch; with ``jit_compile`` XLA compiles what the towers do with their rows.
+        sharded; all others are the same for all towers.  Take batches from an iterator outside of
+        the step, in eager code or in a ``tf.function`` around it.  ``input_signature`` has the
+        shapes of the whole batch; with ``jit_compile``, XLA compiles the towers' operations.
 
         Raises:
-          NotImplementedError: towers of several stages.
+          NotImplementedError: if towers have several stages.
 
         >>> strategy = TowerStrategy(split_cpu(4)[:3])
         >>> with strategy.scope():
@@ -204,10 +203,10 @@ class TowerStrategy(kind.Kind):
             return super().gather(value, axis)
 
     def split(self, batch: Any) -> Any:
-        """Splits the rows of ``batch`` over the towers: the per-replica values that ``run`` takes.
+        """Splits the rows of ``batch`` over the towers, into per-replica values for ``run``.
 
         Args:
-          batch: any nest of tensors or arrays with one row an example in the first dimension:
+          batch: any nest of tensors or arrays whose first dimension is the examples, one row each:
             dense, ragged, sparse, any dtype.  ``None`` leaves stay ``None``.
 
         Returns:
@@ -223,7 +222,7 @@ class TowerStrategy(kind.Kind):
 
     @property
     def devices(self) -> list[Any]:
-        """This machine's towers: the device of each, or the list of the devices of its stages.
+        """This machine's towers: each tower's device, or the list of the devices of its stages.
 
         >>> TowerStrategy(split_cpu(4)[:2]).devices
         ['CPU:0', 'CPU:1']
@@ -234,25 +233,28 @@ class TowerStrategy(kind.Kind):
 
     @property
     def num_towers(self) -> int:
-        """How many towers this machine has; each may be several replicas, its micro-batches."""
+        """How many towers this machine has; with micro-batches, each is several replicas."""
         return len(self.extended.placement.devices)
 
     @property
     def merge_device(self) -> str | None:
-        """Such as ``"CPU:0"``, or ``"balanced"``; None where each stage's weights merge on it."""
+        """The merge device, such as ``"CPU:0"``, or ``"balanced"``; None if towers have stages.
+
+        The weights of a stage merge on the devices of this stage.
+        """
         placement = self.extended.placement
         return None if placement.rows else placement.merge_name
 
     @property
     def micro_batches(self) -> int:
-        """Into how many parts, one after another, a tower's rows are cut."""
+        """The number of parts into which a tower's rows are cut, to run one after another."""
         return self.extended.placement.micro_batches
 
     @property
     def shares(self) -> list[float] | None:
-        """The shares of this machine's towers, or None where all get as many rows.
+        """The shares of this machine's towers; None if all get equal rows.
 
-        With ``shares="measured"`` those that were found so far: a list to give another time.
+        With ``shares="measured"``, the shares measured so far, to pass to a later strategy.
 
         >>> TowerStrategy(split_cpu(4)[:2], shares=[3, 1]).shares
         [3.0, 1.0]
@@ -262,16 +264,16 @@ class TowerStrategy(kind.Kind):
     def adopt(self, model: Any) -> Any:
         """Makes ``model``, built outside this strategy's scope, train on its towers.
 
-        The weights keep their values, their identity and their device; an optimizer and metrics
-        that the model has already come along, state and all.  Compiling a model inside the scope
-        does this by itself.
+        The weights keep their values, their identity and their device.  If the model already has an
+        optimizer and metrics, they are adopted with their state.  Compiling a model inside the
+        scope adopts it, too.
 
         Args:
           model: a Keras or tf_keras model, built or not, compiled or not.
 
         Returns:
-          ``model``.  What was adopted is logged (``logging``, the logger ``"towerstrategy"``);
-          :meth:`describe` shows where it lives.
+          ``model``.  The logger ``"towerstrategy"`` lists the adopted variables; :meth:`describe`
+          shows where they live.
 
         >>> model = tf.keras.Sequential([tf.keras.Input([3]), tf.keras.layers.Dense(1)])
         >>> model.compile("sgd", "mse")
@@ -282,15 +284,15 @@ class TowerStrategy(kind.Kind):
         return adopting.adopt(self, model, _keras.names_of(model))
 
     def scale_loss(self, loss: Any) -> tf.Tensor:
-        """A tower's mean -> its part of the mean over the whole batch.
+        """Scales a tower's mean to its part of the mean over the whole batch.
 
         For functions given to ``strategy.run``, where the towers' gradients are summed: a loss that
-        is a mean over the tower's rows has to count by the tower's share of the batch's rows.  What
-        Keras 3's loss objects return is scaled already, and stays as it is; a sum over rows,
-        divided by a constant, needs no scaling.
+        is a mean over the tower's rows has to be weighted by the tower's share of the batch's rows.
+        Values that Keras 3's loss objects return are scaled already and stay as they are; a sum
+        over rows, divided by a constant, needs no scaling.
 
         Returns:
-          ``loss`` times the tower's share; as it is in a step of Keras and in
+          ``loss`` times the tower's share; ``loss`` itself in a step of Keras and in
           ``strategy.function``, which see all rows, with one tower, and outside of towers.
 
         >>> strategy = TowerStrategy(split_cpu(4)[:2])
@@ -304,11 +306,12 @@ class TowerStrategy(kind.Kind):
         return losses.scale_loss(loss)
 
     def stage(self, index: int) -> contextlib.AbstractContextManager[None]:
-        """Within, layers that are made or called are of one stage of each tower.
+        """A context in which layers that are made or called belong to one stage of each tower.
 
-        For towers of several devices, see docs/one_large_model.md.  Around making layers, around
-        calling them while a functional model is built, and in a ``call`` or a replica function.
-        Where both are given for a layer, the call decides.  Stages are counted from 0.
+        For towers of several devices, see docs/one_large_model.md.  Use it where layers are made,
+        where they are called to build a functional model, and in a ``call`` or a replica function.
+        If a layer is made in one stage and called in another, the call decides.  Stages are counted
+        from 0.
 
         >>> strategy = TowerStrategy([split_cpu(4)[:2]])
         >>> with strategy.scope():
@@ -325,15 +328,15 @@ class TowerStrategy(kind.Kind):
         return self.extended.stages.within(int(index), chosen=True)
 
     def merge_rule(self, variable: Any, rule: Literal["max", "min"]) -> None:
-        """Says that of a variable's values the towers' largest, or smallest, counts.
+        """Merges the towers' writes to a variable by taking the largest, or smallest, value.
 
-        What towers write to a variable is merged by its ``aggregation``: a sum, a mean by share of
-        rows, or the first tower's value.  State that is none of these, such as the largest number
-        seen, needs this.
+        By default, values that towers write to a variable are merged by its ``aggregation``: a sum,
+        a mean weighted by share of rows, or the first tower's value.  Other state, such as the
+        largest number seen, needs this rule.
 
         Args:
-          variable: made in this strategy's scope, or of a model that it has adopted: one copy, or
-            a metric's.
+          variable: a variable made in this strategy's scope, or of a model that it has adopted; it
+            may be a metric's.
           rule: ``"max"`` or ``"min"``.
 
         >>> strategy = TowerStrategy(split_cpu(4)[:2])
@@ -350,14 +353,14 @@ class TowerStrategy(kind.Kind):
         rules.set_rule(self, variable, rule)
 
     def describe(self, model: Any = None) -> str:
-        """Where everything sits: towers, merge device, variables and bytes per device, as a table.
+        """A table of where everything lives: towers, merge device, variables, bytes per device.
 
         Args:
           model: None, or a Keras or tf_keras model of this strategy, for a second table: the state
-            that is not trained by gradients (statistics, counters, metrics), where it is kept and
-            how what towers write to it in :meth:`run` is merged, see :meth:`merge_rule`; a step of
-            Keras writes it once, as one device does.  Of towers of several stages another one has
-            the layers and the bytes of each.
+            that is not trained by gradients (statistics, counters, metrics), where it is kept, and
+            how the towers' writes in :meth:`run` are merged, see :meth:`merge_rule`; a step of
+            Keras writes it once, as one device does.  If towers have stages, a third table has the
+            layers and bytes of each stage.
 
         >>> strategy = TowerStrategy(split_cpu(4)[:2])
         >>> with strategy.scope():
