@@ -281,8 +281,8 @@ class TowerExtended(_tf.StrategyExtended):
                   for tower in range(len(self.worker_devices))]
         arguments.check_structures("value_fn", values)
         grouped = _tf.regroup(values, always_wrap=True)
-        # With several machines, none knows the rows of the others.
-        return grouped if self.workers is not None else splitting.as_batch(grouped)
+        # With several machines, no machine knows the rows of the others.
+        return grouped if self.workers is not None else splitting.as_sub_batches(grouped)
 
     def _reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:
         return self._batch_reduce_to(reduce_op, [(value, destinations)], options)[0]

@@ -1,7 +1,7 @@
 """Datasets of global batches -> datasets of sub-batches, split in the input pipeline.
 
-Goes in: a ``tf.data.Dataset`` of batches, or one a tower.  Comes out: a :class:`TowerDataset`,
-whose elements are nests of :class:`sub_batches.SubBatches`: what Keras and loops iterate over.
+Goes in: a ``tf.data.Dataset`` of batches, or one for each tower.  Comes out: a
+:class:`TowerDataset`, whose elements are nests of :class:`sub_batches.SubBatches`.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from towerstrategy import _tensorflow as _tf, refused
 from towerstrategy.batch import iterators, prefetching, rows as rows_lib, splitting, sub_batches
 from towerstrategy.batch.rows import Nest
 
-# The name scope of the operations that split, in input pipelines.
+# The name scope of the splitting operations in input pipelines; profiles show it.
 SCOPE = "tower_split"
 
-# How many split elements lie ready.
+# How many split elements are prefetched.
 READY = 2
 
 
 def split_dataset(dataset: tf.data.Dataset, towers: int, ready: int = READY,
                   cuts: rows_lib.CutRows | None = None) -> TowerDataset:
     """A dataset of global batches, each split by :func:`splitting.split_batch` in the pipeline."""
-    batches = _batches_in(dataset)
+    batches = _batch_numbers(dataset)
     check_batched(dataset, batches)
     split = dataset
     if towers > 1:
@@ -36,43 +36,45 @@ def split_dataset(dataset: tf.data.Dataset, towers: int, ready: int = READY,
                         open_rows=cuts is not None)
 
 
-def _batches_in(dataset: Any) -> list[int] | None:
-    """For each component of an element the number of the batch it is of; None: all are of one."""
-    # Datasets of batches of different sizes may have been zipped.  Only their elements tell.
-    if not isinstance(dataset, tf.data.Dataset) or not _zips_different(
+def _batch_numbers(dataset: Any) -> list[int] | None:
+    """For each component, the number of the batch that it belongs to; None if there is only one.
+
+    An element has several batches if datasets with different batch sizes were zipped.
+    """
+    if not isinstance(dataset, tf.data.Dataset) or not _zips_different_sizes(
             dataset, len(tf.nest.flatten(dataset.element_spec))):
         return None
-    rows = _rows_of_first(dataset)
+    rows = _rows_of_first_element(dataset)
     sizes = list(dict.fromkeys(count for count in rows if count is not None))
     return [0 if count is None else sizes.index(count) for count in rows] \
         if len(sizes) > 1 else None
 
 
-def _zips_different(dataset: tf.data.Dataset, most: int) -> bool:
-    """Whether it is made of datasets, side by side, of which components differ in length.
+def _zips_different_sizes(dataset: tf.data.Dataset, most: int) -> bool:
+    """Whether ``dataset``, or one of its inputs, zips datasets with different numbers of rows.
 
-    ``most`` is how many components these may have: of more some are indices, as Keras zips them
-    with arrays, and no batch.
+    A zip with more than ``most`` components does not count: Keras zips arrays with indices, which
+    are no batch.
     """
     inputs = _tf.inputs_of_dataset(dataset)
-    if len(inputs) == 1 and _puts_in_batches(inputs[0].element_spec, dataset.element_spec):
-        return False  # what is zipped before is an example's
+    if len(inputs) == 1 and _adds_dimension(inputs[0].element_spec, dataset.element_spec):
+        return False  # the dataset makes batches, so the zips before it are of single examples
     if len(inputs) > 1 and all(_is_batched(each.element_spec) for each in inputs):
         return len(tf.nest.flatten(dataset.element_spec)) <= most and len(
-            {*_rows_of_first(dataset)} - {None}) > 1
-    return any(_zips_different(each, most) for each in inputs)
+            {*_rows_of_first_element(dataset)} - {None}) > 1
+    return any(_zips_different_sizes(each, most) for each in inputs)
 
 
-def _puts_in_batches(before: Any, after: Any) -> bool:
-    """Whether elements of a dataset have one dimension more than those that it is made of."""
+def _adds_dimension(before: Any, after: Any) -> bool:
+    """Whether each component has one dimension more in the spec ``after`` than in ``before``."""
     ranks = [[tf.TensorShape(getattr(leaf, "shape", None)).rank for leaf in tf.nest.flatten(spec)]
              for spec in (before, after)]
     return None not in ranks[0] and [rank + 1 for rank in ranks[0]] == ranks[1]
 
 
-def _rows_of_first(dataset: tf.data.Dataset) -> list[int | None]:
-    """How many rows each component of the first element has; nothing where there is none."""
-    # It is read where that is not known without, as a dataset that shuffles counts its readers.
+def _rows_of_first_element(dataset: tf.data.Dataset) -> list[int | None]:
+    """The number of rows of each component of the first element; [] if there is no element."""
+    # Reads no element if the spec has the numbers: a dataset that shuffles counts its readers.
     shapes = [tf.TensorShape(getattr(leaf, "shape", None))
               for leaf in tf.nest.flatten(dataset.element_spec)]
     if all(shape.rank is not None and None not in shape[:1] for shape in shapes):
@@ -83,13 +85,13 @@ def _rows_of_first(dataset: tf.data.Dataset) -> list[int | None]:
 
 
 def group_dataset(dataset: tf.data.Dataset, towers: int, ready: int = READY) -> TowerDataset:
-    """A dataset of per-tower batches: R elements in a row make one step, one a tower.
+    """Groups a dataset of per-tower batches: R consecutive elements make one step, one per tower.
 
-    An incomplete last group gives its missing towers batches with no rows.  Where a component is a
-    scalar, so that elements are single values and not batches, such a group is left out, as
-    ``MirroredStrategy`` leaves it out.
+    If the last group is incomplete, the towers without an element get batches with no rows.  If a
+    component is a scalar, elements are single values and not batches; then the incomplete group is
+    dropped, as in ``MirroredStrategy``.
     """
-    _check_made(dataset)
+    _check_dataset(dataset)
 
     def mapped(fn: Callable[..., Nest]) -> TowerDataset:
         return group_dataset(dataset.map(fn), towers, ready)
@@ -98,30 +100,30 @@ def group_dataset(dataset: tf.data.Dataset, towers: int, ready: int = READY) -> 
         return TowerDataset(dataset, mapped)
     spec = dataset.element_spec
     batched = _is_batched(spec)
-    # window() makes a dataset of each leaf; only a flat tuple does it give back plainly.
-    flat = dataset.map(on_elements(spec, _tensors))
+    # window() makes a dataset of each leaf, so elements are flattened to a tuple before.
+    flat = dataset.map(on_elements(spec, _present))
     windows = flat.window(towers, drop_remainder=not batched)
 
     def group(*leaves: tf.data.Dataset) -> Nest:
         window = tf.data.Dataset.zip(leaves)
         padded = window if not batched else window.concatenate(tf.data.Dataset.from_tensors(
-            _none_of(window.take(1).get_single_element())).repeat(towers))
+            _without_rows(window.take(1).get_single_element())).repeat(towers))
         parts = [padded.skip(tower).take(1).get_single_element() for tower in range(towers)]
         pack: Callable[[tuple[Any, ...]], Any] = (sub_batches.SubBatches if batched
                                                   else _tf.PerReplica)
-        return _side_by_side(spec, parts, pack)
+        return _pack(spec, parts, pack)
 
     return TowerDataset(windows.map(_in_scope(group)).prefetch(ready), mapped)
 
 
 def zip_datasets(datasets: Sequence[tf.data.Dataset], ready: int = READY) -> TowerDataset:
-    """A dataset of per-tower batches for each tower, put side by side.
+    """Zips the towers' datasets of per-tower batches.
 
-    A tower whose dataset has ended gets batches with no rows until all have ended; with elements
-    that are single values and not batches, the shortest ends all.
+    A tower whose dataset has ended gets batches with no rows until all have ended.  If elements are
+    single values and not batches, the shortest dataset ends all.
     """
     for dataset in datasets:
-        _check_made(dataset)
+        _check_dataset(dataset)
 
     def mapped(fn: Callable[..., Nest]) -> TowerDataset:
         return zip_datasets([dataset.map(fn) for dataset in datasets], ready)
@@ -130,65 +132,65 @@ def zip_datasets(datasets: Sequence[tf.data.Dataset], ready: int = READY) -> Tow
         return TowerDataset(datasets[0], mapped)
     spec = datasets[0].element_spec
     for tower, dataset in enumerate(datasets):
-        _check_like_first(tower, dataset.element_spec, spec)
+        _check_same_spec(tower, dataset.element_spec, spec)
     batched = _is_batched(spec)
-    flat = [dataset.map(on_elements(spec, _tensors)) for dataset in datasets]
+    flat = [dataset.map(on_elements(spec, _present)) for dataset in datasets]
     if not batched:
         return TowerDataset(tf.data.Dataset.zip(tuple(flat)).map(
-            lambda *parts: _side_by_side(spec, parts, _tf.PerReplica)).prefetch(ready), mapped)
-    nothing = tf.data.Dataset.from_tensors((False, tuple(
+            lambda *parts: _pack(spec, parts, _tf.PerReplica)).prefetch(ready), mapped)
+    padding = tf.data.Dataset.from_tensors((False, tuple(
         rows_lib.no_rows(leaf) for leaf in tf.nest.flatten(spec)
         if not rows_lib.is_absent(leaf)))).repeat()
-    flagged = [dataset.map(lambda *leaves: (True, leaves)).concatenate(nothing) for dataset in flat]
+    flagged = [dataset.map(lambda *leaves: (True, leaves)).concatenate(padding) for dataset in flat]
     zipped = tf.data.Dataset.zip(tuple(flagged)).take_while(
-        lambda *pairs: tf.reduce_any([there for there, _ in pairs]))
+        lambda *pairs: tf.reduce_any([has_data for has_data, _ in pairs]))
 
     def group(*pairs: Any) -> Nest:
-        there, parts = zip(*pairs)
-        return _side_by_side(spec, _as_long(there, parts), sub_batches.SubBatches)
+        have_data, parts = zip(*pairs)
+        return _pack(spec, _padded(have_data, parts), sub_batches.SubBatches)
 
     return TowerDataset(zipped.map(_in_scope(group)).prefetch(ready), mapped)
 
 
-def _side_by_side(spec: Nest, parts: Sequence[Any], pack: Callable[[Any], Any]) -> Nest:
-    """The towers' flat elements as one element with ``spec``'s structure."""
-    together = zip(*parts)
+def _pack(spec: Nest, parts: Sequence[Any], pack: Callable[[Any], Any]) -> Nest:
+    """One element with ``spec``'s structure from the towers' flat elements ``parts``."""
+    components = zip(*parts)
     return tf.nest.map_structure(
-        lambda leaf: None if rows_lib.is_absent(leaf) else pack(next(together)), spec)
+        lambda leaf: None if rows_lib.is_absent(leaf) else pack(next(components)), spec)
 
 
-def _tensors(element: Nest) -> tuple[Any, ...]:
-    """The components that ``element`` has, flat."""
+def _present(element: Nest) -> tuple[Any, ...]:
+    """The components of ``element`` that are not None, flat."""
     return tuple(leaf for leaf in tf.nest.flatten(element) if leaf is not None)
 
 
-def _none_of(leaves: Sequence[Any]) -> tuple[Any, ...]:
-    """``leaves`` without their rows, of the same inner lengths, which some operations ask for."""
+def _without_rows(leaves: Sequence[Any]) -> tuple[Any, ...]:
+    """``leaves`` with no rows but the same inner dimensions, which some operations need."""
     return tuple(rows_lib.rows_between(leaf, 0, 0) for leaf in leaves)
 
 
-def _as_long(there: Sequence[tf.Tensor], parts: Sequence[Any]) -> list[Any]:
-    """``parts``, where towers whose data has ended have another's without its rows."""
-    def either(condition: tf.Tensor, yes: Any, no: Any) -> Any:
+def _padded(have_data: Sequence[tf.Tensor], parts: Sequence[Any]) -> list[Any]:
+    """``parts``; a tower whose data has ended gets another tower's part without its rows."""
+    def select(condition: tf.Tensor, yes: Any, no: Any) -> Any:
         return tf.cond(condition, lambda: yes, lambda: no)
 
-    found = parts[-1]
-    for has, part in zip(there[-2::-1], parts[-2::-1]):
-        found = either(has, part, found)
-    none = _none_of(found)
-    return [either(has, part, none) for has, part in zip(there, parts)]
+    first = parts[-1]
+    for has_data, part in zip(have_data[-2::-1], parts[-2::-1]):
+        first = select(has_data, part, first)
+    padding = _without_rows(first)
+    return [select(has_data, part, padding) for has_data, part in zip(have_data, parts)]
 
 
 class TowerDataset(tf.distribute.DistributedDataset):
-    """A dataset whose elements are split for the towers: what Keras and loops iterate over.
+    """A dataset whose elements are split for the towers; Keras and loops iterate over it.
 
-    ``mapped`` makes the like of it, of batches that a function has changed before they were split.
-    With ``open_rows`` functions are traced for any number of rows.
+    ``mapped``, called with a function, makes the dataset whose batches the function changes before
+    they are split.  With ``open_rows``, functions are traced for any number of rows.
     """
 
-    fetch = prefetching.Fetch()  # where each tower's part of an element is put ahead of the step
-    # Is notified of steps in Python's own loops: by ``between`` where a step ends and another
-    # begins, by ``end_of_loop`` when an iterator is no more.
+    fetch = prefetching.Fetch()  # where to prefetch the towers' parts of elements
+    # Measures the steps of Python loops: ``between`` is called where a step ends and the next one
+    # begins, ``end_of_loop`` when an iterator is deleted.
     watcher: Any = None
     _agreement: Any = None  # see :class:`iterators.Steps`
     _rows_of = staticmethod(sub_batches.rows_of)
@@ -197,18 +199,18 @@ class TowerDataset(tf.distribute.DistributedDataset):
                  open_rows: bool = False) -> None:
         self.dataset, self._mapped, self._open_rows = dataset, mapped, open_rows
 
-    def __repr__(self) -> str:  # which Keras 3 shows, where it does not know what this is
+    def __repr__(self) -> str:  # Keras 3's error for data of an unknown type shows it
         return ("<a TowerStrategy's dataset, for a model that is on its towers: compiled inside of "
                 "the scope (with strategy.scope():), or handed to strategy.adopt(model)>")
 
     def map(self, map_func: Callable[..., Nest]) -> TowerDataset:
-        """The same of batches that ``map_func`` has changed, as Keras does for class weights."""
+        """The dataset of batches that ``map_func`` has changed; Keras applies class weights so."""
         mapped = self._mapped(map_func)
         mapped.fetch, mapped.watcher = self.fetch, self.watcher
         return mapped
 
     def prefetch(self, buffer_size: Any) -> TowerDataset:
-        """This dataset: its pipeline holds elements ready as it is, see ``tf.distribute``."""
+        """This dataset itself: its pipeline prefetches already."""
         del buffer_size
         return self
 
@@ -219,14 +221,14 @@ class TowerDataset(tf.distribute.DistributedDataset):
 
     @property
     def cardinality(self) -> int:
-        """Steps in one pass, as ``tf.data`` counts them."""
+        """The number of steps in one pass, or a constant of ``tf.data``: infinite, unknown."""
         return self.dataset.cardinality()
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def __bool__(self) -> bool:
-        # As tf.data's: an endless dataset has no length to ask for.
+        # As in tf.data: len() of an infinite dataset would raise.
         return True
 
     def __iter__(self) -> iterators.TowerIterator | prefetching.PrefetchedIterator:
@@ -234,7 +236,7 @@ class TowerDataset(tf.distribute.DistributedDataset):
         if self.fetch.devices and self.fetch.is_safe:
             layout = self._layout(dataset.element_spec)
         iterator: Any
-        if layout is not None and layout.moves:
+        if layout is not None and layout.fetches:
             iterator = prefetching.iterate(dataset, layout, self.fetch, follow, self._rows_of)
         else:
             row_count = None
@@ -250,15 +252,15 @@ class TowerDataset(tf.distribute.DistributedDataset):
         return iterator
 
     def _layout(self, spec: Nest) -> prefetching.Layout:
-        """Where an element's tensors are to be fetched to."""
+        """Which tower's device each tensor of an element is fetched to."""
         count = len(self.fetch.devices)
         return prefetching.Layout(spec, [owner for leaf in tf.nest.flatten(spec)
                                          for owner in prefetching.owners_of(leaf, count)])
 
     def reduce(self, initial_state: Nest, reduce_func: Callable[[Nest, Nest], Nest]) -> Nest:
-        """Folds ``reduce_func(state, element)`` over the elements (autograph's ``for``)."""
-        # The body runs in the caller's graph, where towers have their devices, and not inside the
-        # input pipeline.
+        """Folds ``reduce_func(state, element)`` over the elements; autograph's ``for`` calls it."""
+        # The body runs in the caller's graph, not inside the input pipeline as tf.data's would, so
+        # that it can run on the towers' devices.
         iterator = iter(self).read_once()
 
         def body(element: tf.experimental.Optional, state: Nest) -> tuple[Any, Nest]:
@@ -272,14 +274,14 @@ class TowerDataset(tf.distribute.DistributedDataset):
 
 
 class RestartableIterator:
-    """What tf.distribute's first API has; it reads from the start after :meth:`initialize`."""
+    """The iterator of tf.distribute's V1 API: :meth:`initialize` makes it start again."""
 
     def __init__(self, dataset: TowerDataset) -> None:
         self._dataset = dataset
         self.initialize()
 
     def initialize(self) -> list[tf.Operation]:
-        """Starts again; there is no operation to run, as in all eager programs."""
+        """Starts again; returns no operation, as there is none to run in eager code."""
         self._iterator = iter(self._dataset)
         return []
 
@@ -290,14 +292,14 @@ class RestartableIterator:
 
 
 def on_elements(spec: Nest, fn: Callable[[Nest], Nest]) -> Callable[..., Nest]:
-    """``fn`` as ``Dataset.map`` calls it: tf.data opens plain tuples up, and those alone."""
+    """``fn``, of one element, as ``Dataset.map`` calls it: with a tuple's items as arguments."""
     if type(spec) is tuple:
         return lambda *element: fn(element)
     return fn
 
 
 def _in_scope(fn: Callable[..., Nest]) -> Callable[..., Nest]:
-    """``fn`` with its operations in the scope by which a profile knows them."""
+    """``fn`` with its operations in the name scope :data:`SCOPE`."""
 
     def scoped(*element: Any) -> Nest:
         with tf.name_scope(SCOPE):
@@ -312,40 +314,40 @@ def _is_batched(spec: Nest) -> bool:
 
 
 def check_batched(dataset: Any, batches: Sequence[int] | None = None) -> None:
-    """Raises where ``dataset`` is no dataset of batches, see :func:`splitting.split_batch`."""
+    """Raises unless ``dataset`` is a dataset of batches; ``batches``: as in ``split_batch``."""
     refused.check_type("dataset", dataset, tf.data.Dataset, "a tf.data.Dataset")
     named = [(path, leaf) for path, leaf in _tf.flatten_with_paths(dataset.element_spec)
              if hasattr(leaf, "shape")]
     for path, leaf in named:
         if leaf.shape.rank == 0:
-            what = f"{splitting.called(path)} of its elements is a scalar" if path else (
+            what = f"{splitting.component_name(path)} of its elements is a scalar" if path else (
                 "its elements are scalars")
             raise ValueError(
                 f"the dataset is not batched: {what} ({leaf!r}), so there are no rows to split "
                 "over the towers. Call dataset.batch(global_batch_size) first.")
     if batches is None:
-        splitting.check_known(
+        splitting.check_same_rows(
             {path: leaf.shape[0] for path, leaf in named
              if leaf.shape and leaf.shape[0] is not None},
             " If these are single examples, the dataset is not batched: call "
             "dataset.batch(global_batch_size) first.")
 
 
-def _check_made(dataset: Any) -> None:
+def _check_dataset(dataset: Any) -> None:
     if not isinstance(dataset, tf.data.Dataset):
         raise TypeError("dataset_fn must return a tf.data.Dataset, but got "
                         f"{refused.shown(dataset)} of type {type(dataset).__name__}.")
 
 
-def _check_like_first(tower: int, spec: Nest, first: Nest) -> None:
-    """One iterator goes over the towers' datasets, so their elements must be of one kind."""
+def _check_same_spec(tower: int, spec: Nest, first: Nest) -> None:
+    """Raises unless a tower's element spec agrees with the first one's: one iterator has both."""
     try:
         tf.nest.assert_same_structure(spec, first)
-        alike = all(own.most_specific_common_supertype([other]) is not None
-                    for own, other in zip(tf.nest.flatten(spec), tf.nest.flatten(first)))
+        agrees = all(leaf.most_specific_common_supertype([other]) is not None
+                     for leaf, other in zip(tf.nest.flatten(spec), tf.nest.flatten(first)))
     except (TypeError, ValueError):
-        alike = False
-    if not alike:
+        agrees = False
+    if not agrees:
         raise TypeError("dataset_fn must return datasets with elements of one structure and dtype, "
                         f"but for tower {tower} they are {spec}, and for tower 0 {first}.")
 

@@ -1,8 +1,8 @@
-"""What feeds the towers of one strategy: its batches and datasets, split by the towers' shares.
+"""The input of one strategy: its batches and datasets, split by the towers' shares.
 
-Goes in: where a strategy runs, the other machines, and what measures the towers.  Comes out:
-:class:`Inputs`; :func:`read`, by which ``tf.distribute.InputOptions`` are heeded; and
-:class:`TowerInputContext`, which a dataset function gets.
+Goes in: a strategy's placement, the workers of other machines, and what measures the towers.  Comes
+out: :class:`Inputs`; :func:`read`, which interprets ``tf.distribute.InputOptions``; and
+:class:`TowerInputContext`, the argument of a dataset function.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _PER_REPLICA = tf.distribute.InputReplicationMode.PER_REPLICA
 
 
 class TowerInputContext(tf.distribute.InputContext):
-    """The ``tf.distribute.InputContext`` of a pipeline that feeds ``towers``.
+    """The ``tf.distribute.InputContext`` of an input pipeline for ``towers``.
 
     Attributes:
-      shares: of each tower that this pipeline feeds, its part of a global batch; with two towers,
-        a pipeline each and ``shares=[3, 1]``, ``(0.75,)`` and ``(0.25,)``.
+      shares: the share of the global batch of each of this pipeline's towers: ``(0.75,)`` and
+        ``(0.25,)`` for two towers with one pipeline each and ``shares=[3, 1]``.
     """
 
     def __init__(self, pipelines: int, pipeline: int, towers: range, replicas: int,
@@ -37,12 +37,12 @@ class TowerInputContext(tf.distribute.InputContext):
         self.shares = tuple(units[tower] / sum(units) for tower in towers)
 
     def rows_of(self, global_batch_size: int) -> list[int]:
-        """The rows of each tower that this pipeline feeds, of a batch of ``global_batch_size``."""
+        """The row counts of this pipeline's towers for a batch of ``global_batch_size`` rows."""
         sizes = rows_lib.split_rows(global_batch_size, self.num_replicas_in_sync, self._units)
         return [sizes[tower] for tower in self._towers]
 
     def get_per_replica_batch_size(self, global_batch_size: int) -> int:
-        """The rows of this pipeline's tower; of its towers, where they get as many."""
+        """The number of rows of each of this pipeline's towers; raises if their shares differ."""
         if self._units is None:
             return super().get_per_replica_batch_size(global_batch_size)
         rows = self.rows_of(global_batch_size)
@@ -56,7 +56,7 @@ class TowerInputContext(tf.distribute.InputContext):
 
 
 def read(options: Any, extended: Any) -> tuple[bool, prefetching.Fetch, int]:
-    """Whether each tower has a pipeline, where parts are fetched to, elements held ready."""
+    """From ``InputOptions``: whether each tower has a pipeline, the fetch, elements to prefetch."""
     towers = extended.worker_devices
     on_host = extended.placement.towers_on_host
     fetch = prefetching.Fetch(() if on_host else towers, extended.host_device)
@@ -82,50 +82,50 @@ def read(options: Any, extended: Any) -> tuple[bool, prefetching.Fetch, int]:
 class Inputs:
     """Splits the batches and datasets of one strategy, by the shares of its towers.
 
-    ``measuring`` measures the towers, and has the shares that it finds; None where nothing does.
+    ``measuring`` measures the towers and computes their shares; None unless ``shares="measured"``.
     """
 
     def __init__(self, placement: devices_lib.Placement, workers: Workers | None = None,
                  measuring: Any = None) -> None:
         self._towers, self._workers, self.measuring = len(placement.towers), workers, measuring
         self._first = 0 if workers is None else workers.first
-        self._asked = placement.shares and placement.shares[::placement.micro_batches]
+        self._shares = placement.shares and placement.shares[::placement.micro_batches]
         self._measured = measuring and measuring.shares
         self._units = (rows_lib.units_of(placement.shares or (1.,)) if workers is None
                        else workers.units)
 
     @property
     def units(self) -> rows_lib.Units:
-        """The shares of all machines' towers, see :func:`rows.units_of`; None: all are equal."""
+        """The shares of all machines' towers as whole numbers; None if all are equal."""
         return self._units if self._measured is None else self._measured.units
 
     @property
     def shares(self) -> list[float] | None:
-        """The shares of this machine's towers, as they can be asked for; None where none were."""
+        """The shares of this machine's towers, in the form of the argument ``shares``."""
         if self._measured is None:
-            return None if self._asked is None else list(self._asked)
+            return None if self._shares is None else list(self._shares)
         here = slice(self._first, self._first + self._towers)
         return [float(unit) for unit in self._measured.units[here]]
 
     def split(self, batch: Any) -> Any:
-        """A global batch, the same on every machine -> the sub-batches of this machine's towers."""
+        """The sub-batches of this machine's towers; every machine has the same global batch."""
         return splitting.split_batch(batch, self._towers, self._cuts())
 
     def distribute(self, dataset: tf.data.Dataset, in_order: bool, ready: int,
                    fetch: prefetching.Fetch) -> datasets_lib.TowerDataset:
-        """A dataset of global batches, split; see :func:`datasets.split_dataset`."""
+        """Splits a dataset of global batches; see :func:`datasets.split_dataset`."""
         if self._measured is not None:
             dataset = self._measured.left_out_of_checkpoints(dataset)
         if self._workers is not None:
-            made = self._workers.shard_dataset(dataset, ready, in_order, self._measured)
+            split = self._workers.shard_dataset(dataset, ready, in_order, self._measured)
         else:
-            made = datasets_lib.split_dataset(dataset, self._towers, ready, self._cuts())
-        made.fetch, made.watcher = fetch, self.measuring
-        return made
+            split = datasets_lib.split_dataset(dataset, self._towers, ready, self._cuts())
+        split.fetch, split.watcher = fetch, self.measuring
+        return split
 
     def from_function(self, dataset_fn: Callable[..., Any], options: Any,
                       extended: Any) -> datasets_lib.TowerDataset:
-        """What ``dataset_fn`` makes for each pipeline of this machine, as one dataset."""
+        """One dataset of the datasets that ``dataset_fn`` makes for this machine's pipelines."""
         per_replica, fetch, ready = read(options, extended)
         placed = options is not None and options.experimental_place_dataset_on_device
         datasets = []
@@ -134,15 +134,15 @@ class Inputs:
             device = extended.worker_devices[pipeline] if placed else None
             with contextlib.nullcontext() if device is None else tf.device(device):
                 datasets.append(dataset_fn(context))
-        made = (datasets_lib.zip_datasets(datasets, ready=ready) if per_replica
-                else datasets_lib.group_dataset(datasets[0], self._towers, ready=ready))
+        grouped = (datasets_lib.zip_datasets(datasets, ready=ready) if per_replica
+                   else datasets_lib.group_dataset(datasets[0], self._towers, ready=ready))
         if self._workers is not None:
-            made = self._workers.shard_grouped(made, ready)
-        made.fetch = fetch
-        return made
+            grouped = self._workers.shard_grouped(grouped, ready)
+        grouped.fetch = fetch
+        return grouped
 
     def _contexts(self, per_replica: bool, replicas: int) -> list[TowerInputContext]:
-        """A context for each of this machine's pipelines: one, or one a tower."""
+        """The contexts of this machine's pipelines: one, or one per tower."""
         workers, here = self._workers, range(self._first, self._first + self._towers)
         if per_replica:
             return [TowerInputContext(replicas, tower, range(tower, tower + 1), replicas,
@@ -151,7 +151,7 @@ class Inputs:
         return [TowerInputContext(pipelines, pipeline, here, replicas, self.units)]
 
     def _cuts(self) -> rows_lib.CutRows | None:
-        """None where all towers are here and get as many rows."""
+        """Computes the towers' rows; None if this machine has all towers, with equal shares."""
         if self._workers is not None:
             return self._workers.cuts_of(self.units)
         if self._measured is not None:

@@ -1,7 +1,7 @@
 """Iterators over datasets of sub-batches; ``tf.data`` iterators, so they can be checkpointed.
 
-Goes in: the iterator that ``tf.data`` makes.  Comes out: a :class:`TowerIterator`, which stops
-Python's own loops where they see no end; :class:`HeldOptional`, an element that may not be there.
+Goes in: an iterator of ``tf.data``.  Comes out: a :class:`TowerIterator`, which raises in Python
+loops that would never end while tracing; :class:`HeldOptional`, an element that may be absent.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ _ENDLESS = (
     "while a function is traced. Write a plain `for batch in dataset:` loop, which autograph "
     "converts, and count in it; for a number of steps, `for _ in tf.range(steps):` with "
     "`next(iterator)` in it.")
-# So many steps are seldom unrolled into one graph on purpose, and so many more never.
+# Batches taken in one trace: from the first number on, warn; at the second, raise.
 _MANY, _TOO_MANY = 100, 1000
 _taken_in: weakref.WeakKeyDictionary[tf.Graph, int] = weakref.WeakKeyDictionary()
 
-# A dataset, and what gives the rows of each tower in an element, a vector, or None -> the dataset,
-# counted as elements are taken, and the count.
+# Makes a dataset that counts the rows of the elements taken from it, and a function that returns
+# the counts.  Its arguments: a dataset, and a function from an element to the towers' row counts (a
+# vector, or None).
 Follow = Callable[[tf.data.Dataset, Callable[[tuple[Any, ...]], Any]], tuple[tf.data.Dataset, Any]]
 
 
@@ -37,28 +38,28 @@ class _Counting(threading.local):
     follow: Follow | None = None
 
 
-# By its ``follow`` this thread's new iterators over a :class:`TowerDataset` are counted; what that
-# counts with becomes their ``row_count``.
+# If ``follow`` is set, it counts the rows of this thread's new iterators over a
+# :class:`TowerDataset`; their ``row_count`` returns the counts.
 counting = _Counting()
 
 
 class Steps:
-    """What an iterator over a :class:`TowerDataset` does with each batch."""
+    """The methods that iterators over a :class:`TowerDataset` share."""
 
-    agreement: Any = None  # of several machines, at each element: a shards.Agreement
+    agreement: Any = None  # with several machines, the shards.Agreement about each element
     _open_rows = False
     _between: Callable[[], None] | None = None
 
     def __next__(self) -> Nest:
         if self._between is not None and tf.executing_eagerly():
-            self._between()  # a loop of Python's ends a step here, and begins another
+            self._between()  # a Python loop ends a step here and begins the next one
         try:
             return self.get_next()
         except tf.errors.OutOfRangeError:
             raise StopIteration from None
 
     def get_next(self) -> Nest:
-        """The next batch; ``tf.errors.OutOfRangeError`` at the end."""
+        """The next batch; raises ``tf.errors.OutOfRangeError`` at the end."""
         if not tf.executing_eagerly():
             _check_ends()
         batch = self.take() if self.agreement is None else self.agreement.batch(self)
@@ -68,22 +69,22 @@ class Steps:
         return self._optional() if self.agreement is None else self.agreement.optional(self)
 
     def read_once(self) -> Any:
-        """This iterator, for a loop that reads each optional's value once if it has one."""
+        """An iterator over the same data, for loops that read each optional's value just once."""
         return self
 
     @property
     def element_spec(self) -> Nest:
         return self.spec if self.agreement is None else self.agreement.element_spec(self.spec)
 
-    # The pipeline's own elements, which several machines have not agreed on yet: their spec, what
-    # takes the next one, and what takes it as an optional.
+    # The pipeline's elements, before the agreement of several machines: their spec, the method that
+    # takes the next one, and the method that takes it as an optional.
     spec: Nest
     take: Callable[..., Nest]
     _optional: Callable[..., tf.experimental.Optional]
 
 
 def copied(element: Nest) -> Nest:
-    """A copy of an element, each tensor where it is."""
+    """A copy of an element, each tensor on its device."""
     def copy(tensor: tf.Tensor) -> tf.Tensor:
         with tf.device(tensor.device):
             return tf.identity(tensor)
@@ -92,7 +93,7 @@ def copied(element: Nest) -> Nest:
 
 
 def _check_ends() -> None:
-    """Python's own loops know no end while a function is traced; stop them with a reason."""
+    """Counts the batches taken in this trace; warns, then raises, if a Python loop never ends."""
     graph = tf.compat.v1.get_default_graph()
     taken = _taken_in[graph] = _taken_in.get(graph, 0) + 1
     text = (f"{{}} {taken} batches were taken from distributed datasets while one tf.function was "
@@ -104,7 +105,7 @@ def _check_ends() -> None:
 
 
 class TowerIteratorSpec(tf.data.IteratorSpec):
-    """The type spec of :class:`TowerIterator`: as a function's argument it is one, too."""
+    """The type spec of :class:`TowerIterator`, so that a function gets one as its argument."""
 
     __slots__ = ["_open_rows", "_agreement"]
     value_type = property(lambda _: TowerIterator)
@@ -123,11 +124,11 @@ class TowerIteratorSpec(tf.data.IteratorSpec):
         return iterator
 
 
-# TensorFlow's comes first: an iterator that is there could not become one of this class else.
+# OwnedIterator comes first: otherwise ``iterator.__class__ = TowerIterator`` would fail.
 class TowerIterator(_tf.OwnedIterator, tf.distribute.DistributedIterator, Steps):
     """Iterates over a :class:`TowerDataset`; a ``tf.data`` iterator, so it can be checkpointed."""
 
-    row_count: Any = None  # what counts the rows taken, see :data:`counting`
+    row_count: Any = None  # returns the numbers of rows taken, see :data:`counting`
     __next__, get_next = Steps.__next__, Steps.get_next
     get_next_as_optional = Steps.get_next_as_optional
     element_spec = Steps.element_spec
@@ -139,8 +140,8 @@ class TowerIterator(_tf.OwnedIterator, tf.distribute.DistributedIterator, Steps)
         return TowerIteratorSpec(self._element_spec, self._open_rows, self.agreement)
 
 
-# Iterators that are to open what an optional holds, by id: a spec holds plain values alone.
-_later: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+# The iterators that make elements of optionals, by id: a type spec can only hold plain values.
+_iterators: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
 class HeldOptionalSpec(tf.TypeSpec):
@@ -155,46 +156,48 @@ class HeldOptionalSpec(tf.TypeSpec):
         return self._spec, self._held, self._number
 
     def _to_components(self, value: HeldOptional) -> tuple[Any, ...]:
-        return value._there, value._held
+        return value._has_value, value._held
 
     def _from_components(self, components: Any) -> HeldOptional:
-        there, held = components
-        return HeldOptional(self._spec, there, held, _later.get(self._number))
+        has_value, held = components
+        return HeldOptional(self._spec, has_value, held, _iterators.get(self._number))
 
 
 class HeldOptional(tf.experimental.Optional):
-    """An element that is there or not, its parts where they are, on several devices.
+    """An optional element whose tensors are on several devices.
 
     TensorFlow's optionals hold all tensors of a value on one device.  ``held`` is the element,
-    without rows where it is not there; or what the iterator ``later`` makes one of, once.
+    without rows if it is absent; or, with ``iterator``, the parts from which the iterator's
+    ``element_of`` makes the element.
     """
 
-    def __init__(self, spec: Nest, there: tf.Tensor, held: Nest, later: Any = None) -> None:
-        self._spec, self._there, self._held, self._later = spec, there, held, later
-        if later is not None:
-            _later[id(later)] = later
+    def __init__(self, spec: Nest, has_value: tf.Tensor, held: Nest, iterator: Any = None) -> None:
+        self._spec, self._has_value, self._held, self._iterator = spec, has_value, held, iterator
+        if iterator is not None:
+            _iterators[id(iterator)] = iterator
 
     element_spec = property(lambda self: self._spec)
 
     def has_value(self, name: str | None = None) -> tf.Tensor:
-        return tf.identity(self._there, name)
+        return tf.identity(self._has_value, name)
 
     def get_value(self, name: str | None = None) -> Nest:
         del name
-        if self._later is not None:
-            return self._later.opened(self._held)
-        tf.debugging.Assert(self._there, ["the optional has no value: all data has ended"])
+        if self._iterator is not None:
+            return self._iterator.element_of(self._held)
+        tf.debugging.Assert(self._has_value, ["the optional has no value: all data has ended"])
         return self._held
 
     @property
     def _type_spec(self) -> HeldOptionalSpec:
-        held = self._spec if self._later is None else tf.nest.map_structure(
-            tf.type_spec_from_value, self._held)
-        return HeldOptionalSpec(self._spec, held, 0 if self._later is None else id(self._later))
+        if self._iterator is None:
+            return HeldOptionalSpec(self._spec, self._spec, 0)
+        held = tf.nest.map_structure(tf.type_spec_from_value, self._held)
+        return HeldOptionalSpec(self._spec, held, id(self._iterator))
 
 
 def refuse_endless(builtin: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """``builtin`` as autograph calls it, which in a function that is traced would know no end."""
+    """Replaces ``builtin``, such as ``zip``, in autograph: raises while tracing, see _ENDLESS."""
     if tf.executing_eagerly():
         return builtin(*args, **kwargs)
     raise NotImplementedError(

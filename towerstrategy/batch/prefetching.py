@@ -1,10 +1,11 @@
-"""Elements' parts brought to the towers' own memory before the step asks for them.
+"""Prefetching: the towers' parts of elements go to the towers' memory ahead of the step.
 
-Goes in: a pipeline of split elements, and the towers' devices.  Comes out: a
-:class:`PrefetchedIterator`.  TensorFlow's multi-device iterator holds a buffer on each device and
-fills it beside the step.  It takes one dataset and hands its elements to the devices in turn.  So
-each becomes R + 1: what stays on the host (row counts, strings, int32, ragged components), then
-each tower's; a :class:`Layout` says how it comes apart and together.
+Goes in: a dataset of split elements, and the towers' devices.  Comes out: a
+:class:`PrefetchedIterator`.  It uses TensorFlow's multi-device iterator, which holds a buffer on
+each device, fills it while steps run, and deals the elements of one dataset to the devices in turn.
+So each split element becomes R + 1 elements: the part that stays on the host (row counts, strings,
+int32, ragged components), then each tower's part.  A :class:`Layout` takes elements apart and puts
+them together again.
 """
 
 from __future__ import annotations
@@ -27,131 +28,136 @@ _OUT_OF_STEP = (
     "what was prefetched does not belong together. Make a new iterator. To go on behind an error "
     "with the same one, drop bad elements in the pipeline (dataset.ignore_errors()), or distribute "
     "the dataset with tf.distribute.InputOptions(experimental_fetch_to_device=False).")
-# The owner of what belongs to no tower.
+# In place of a tower's number: the host, which owns the tensors of no tower.
 HOST = -1
 
 
 class Fetch(NamedTuple):
-    """Where the parts of elements are to be."""
+    """Where to prefetch the parts of elements."""
 
-    devices: tuple[str, ...] = ()  # the towers'; none where all stays on the host
-    host: str = ""  # the CPU that feeds them
-    ready: int = 1  # elements that each device holds; with 0 none is fetched ahead of the step
+    devices: tuple[str, ...] = ()  # the towers' devices; () if all parts stay on the host
+    host: str = ""  # the CPU that runs the input pipeline
+    ready: int = 1  # how many elements each device holds; 0: nothing is fetched ahead of the step
 
     @property
     def is_safe(self) -> bool:
-        """Whether the iterators made here can end."""
-        # Those of a graph end in TensorFlow's threads: each holds one until what it fetches has
-        # come, which takes a thread, too.  Where all are held, nothing goes on.
+        """Whether iterators made in the current context can end without a deadlock."""
+        # An iterator of a graph ends in TensorFlow's threads: each stream blocks a thread until its
+        # pending fetch is done, and the fetch needs a thread, too.
         return tf.executing_eagerly() or threads() >= 2 * (1 + len(self.devices))
 
 
 def threads() -> int:
-    """How many operations TensorFlow runs side by side."""
-    asked = os.environ.get("TF_NUM_INTEROP_THREADS", "")
+    """How many operations TensorFlow runs in parallel."""
+    setting = os.environ.get("TF_NUM_INTEROP_THREADS", "")
     return (tf.config.threading.get_inter_op_parallelism_threads()
-            or (int(asked) if asked.isdigit() else 0) or len(os.sched_getaffinity(0)))
+            or (int(setting) if setting.isdigit() else 0) or len(os.sched_getaffinity(0)))
 
 
 class Layout:
-    """Which of an element's tensors belongs to which tower, and which stays on the host.
+    """Takes elements apart into the host's and the towers' tensors, and puts them together.
 
-    ``owners`` are, for each tensor of an element, the number of a tower or :data:`HOST`.
+    ``owners`` has, for each tensor of an element, the number of its tower or :data:`HOST`.
     """
 
     def __init__(self, spec: Nest, owners: Sequence[int]) -> None:
         self.spec, self.owners = spec, tuple(owners)
         self._tensors = tf.nest.flatten(spec, expand_composites=True)
-        self._places = [[place for place, owner in enumerate(owners) if owner == number]
-                        for number in range(HOST, max(owners, default=HOST) + 1)]
+        # For the host, then for each tower: the indices of its tensors.
+        self._indices = [[index for index, owner in enumerate(owners) if owner == number]
+                         for number in range(HOST, max(owners, default=HOST) + 1)]
 
     @property
-    def moves(self) -> bool:
-        """Whether anything is to be fetched; what holds no plain tensors cannot be."""
-        return len(self._places) > 1 and all(
+    def fetches(self) -> bool:
+        """Whether towers own tensors, and all tensors are of kinds that can be fetched."""
+        return len(self._indices) > 1 and all(
             isinstance(spec, tf.TensorSpec) and spec.dtype not in (tf.variant, tf.resource)
             for spec in self._tensors)
 
-    def apart(self, element: Nest, counts: tuple[Any, ...] = ()) -> list[tuple[Any, Any]]:
-        """R + 1 elements of one kind for one: the host's, with ``counts``, then each tower's.
+    def parts_of(self, element: Nest, counts: tuple[Any, ...] = ()) -> list[tuple[Any, Any]]:
+        """The R + 1 parts of an element: the host's, with ``counts``, then each tower's.
 
-        Of each, what belongs to the others has no rows.
+        All parts have the same structure: the host's tensors, a tower's tensors.  Tensors that
+        belong to another part have no rows.
         """
         tensors = _tensors(element)
-        own = [tuple(tensors[place] for place in places) for places in self._places]
-        no_host, no_tower = (tuple(rows_lib.no_rows(self._tensors[place]) for place in places)
-                             for places in self._places[:2])
-        return [(own[0] + counts, no_tower), *((no_host + counts, part) for part in own[1:])]
+        owned = [tuple(tensors[index] for index in indices) for indices in self._indices]
+        no_host, no_tower = (tuple(rows_lib.no_rows(self._tensors[index]) for index in indices)
+                             for indices in self._indices[:2])
+        return [(owned[0] + counts, no_tower), *((no_host + counts, part) for part in owned[1:])]
 
-    def in_parts(self, dataset: tf.data.Dataset,
-                 rows_of: Callable[[Nest], Any] | None = None) -> tf.data.Dataset:
-        """``dataset`` with each element taken apart, and with its ``rows_of``, if any.
+    def dataset_of_parts(self, dataset: tf.data.Dataset,
+                         rows_of: Callable[[Nest], Any] | None = None) -> tf.data.Dataset:
+        """A dataset of the parts of each element; ``rows_of`` gives the counts in the host's part.
 
-        The parts have different numbers of rows, so they go through ``unbatch`` in optionals: a
-        dataset of its own for each element, which ``flat_map`` takes, costs milliseconds.
+        The parts have different numbers of rows, so they go through ``unbatch`` as optionals:
+        ``flat_map`` would make a dataset for each element, which costs milliseconds.
         """
-        kinds: list[Any] = []
+        specs: list[Any] = []  # for each part, the specs of its tensors
 
-        def wrapped(*element: Any) -> tf.Tensor:
+        def to_optionals(*element: Any) -> tf.Tensor:
             rows = None if rows_of is None else rows_of(element)
             parts = [tf.nest.flatten(part)
-                     for part in self.apart(element, () if rows is None else (rows,))]
-            kinds[:] = [tf.nest.map_structure(tf.type_spec_from_value, part) for part in parts]
+                     for part in self.parts_of(element, () if rows is None else (rows,))]
+            specs[:] = [tf.nest.map_structure(tf.type_spec_from_value, part) for part in parts]
             return tf.stack([tf.raw_ops.OptionalFromValue(components=part) for part in parts])
 
-        def opened(part: tf.Tensor) -> Any:
+        def from_optional(part: tf.Tensor) -> Any:
             common = [first.most_specific_common_supertype(others)
-                      for first, *others in zip(*kinds)]
+                      for first, *others in zip(*specs)]
             tensors = tf.raw_ops.OptionalGetValue(
                 optional=part, output_types=[spec.dtype for spec in common],
                 output_shapes=[spec.shape for spec in common])
-            hosts = len(tensors) - len(self._places[1])
+            hosts = len(tensors) - len(self._indices[1])
             return tuple(tensors[:hosts]), tuple(tensors[hosts:])
 
-        wrapped_parts = _tf.map_in_place(dataset, wrapped).unbatch()
-        return _tf.map_in_place(wrapped_parts, opened)
+        return _tf.map_in_place(_tf.map_in_place(dataset, to_optionals).unbatch(), from_optional)
 
     def counted(self, dataset: tf.data.Dataset,
                 follow: iterators.Follow) -> tuple[tf.data.Dataset, Any]:
-        """The host's elements, followed by ``follow`` when they are taken; and its count."""
-        own = len(self._places[0])
-        if len(dataset.element_spec[0]) == own:
+        """The dataset of host parts, counted by ``follow`` as they are taken, and the counts."""
+        hosts = len(self._indices[0])
+        if len(dataset.element_spec[0]) == hosts:
             return dataset, None
-        return follow(dataset, lambda element: element[0][own])
+        return follow(dataset, lambda element: element[0][hosts])
 
     def element(self, parts: Sequence[tuple[Any, Any]]) -> Nest:
-        """The element again, from what the host and each tower took."""
+        """The element of which the host and the towers have these parts."""
         host, _ = parts[0]
         tensors: list[Any] = [None] * len(self._tensors)
-        for places, own in zip(self._places, [host, *(part for _, part in parts[1:])]):
-            for place, tensor in zip(places, own):
-                tensor.set_shape(self._tensors[place].shape)
-                tensors[place] = tensor
+        for indices, owned in zip(self._indices, [host, *(part for _, part in parts[1:])]):
+            for index, tensor in zip(indices, owned):
+                tensor.set_shape(self._tensors[index].shape)
+                tensors[index] = tensor
         return tf.nest.pack_sequence_as(self.spec, tensors, expand_composites=True)
 
 
 def _tensors(element: Nest) -> list[Any]:
-    """All tensors of ``element``; components that are None have none."""
+    """All tensors of ``element``, flat; nothing for components that are None."""
     return [leaf for leaf in tf.nest.flatten(element, expand_composites=True) if leaf is not None]
 
 
 def owners_of(spec: Any, towers: int, counts: bool = True) -> list[int]:
-    """Who has each tensor of a component, the towers' row counts left out where not ``counts``."""
+    """The owner of each tensor of a component with this spec, see :class:`Layout`.
+
+    Without ``counts``, the row counts behind the towers' parts are left out.
+    """
     several = isinstance(spec, _tf.PerReplicaSpec)
     parts = spec._component_specs[:None if counts else towers] if several else [spec]
     owners = []
     for number, part in enumerate(parts):
         # Behind the towers' parts are row counts, which the host reads.
-        moves = number < towers and (several or towers == 1) and _moves(part)
+        fetched = number < towers and (several or towers == 1) and _is_fetched(part)
         tensors = tf.nest.flatten(part, expand_composites=True)
-        owners += [number if moves else HOST] * len(tensors)
+        owners += [number if fetched else HOST] * len(tensors)
     return owners
 
 
-def _moves(spec: Any) -> bool:
-    """Whether a component goes to a tower's own memory: strings cannot, ragged operations have CPU
-    kernels alone, and most GPU kernels take int32 from the host's memory, so that what was brought
-    to a GPU goes down again.
+def _is_fetched(spec: Any) -> bool:
+    """Whether a component with this spec goes to a tower's memory.
+
+    Strings cannot; ragged operations have only CPU kernels; and most GPU kernels read int32 from
+    the host's memory, so an int32 tensor would be copied back.
     """
     return isinstance(spec, (tf.TensorSpec, tf.SparseTensorSpec)) \
         and spec.dtype not in (tf.string, tf.int32)
@@ -172,29 +178,30 @@ class PrefetchedSpec(tf.TypeSpec):
     _component_specs = property(lambda self: [self._streams, tf.TensorSpec([], tf.resource)])
 
     def _to_components(self, value: PrefetchedIterator) -> list[Any]:
-        return [value._streams, value._under_way]
+        return [value._streams, value._taking]
 
     def _from_components(self, components: Sequence[Any]) -> PrefetchedIterator:
-        streams, under_way = components
-        iterator = PrefetchedIterator(self._layout, lambda: (streams, under_way, None))
+        streams, taking = components
+        iterator = PrefetchedIterator(self._layout, lambda: (streams, taking, None))
         iterator.agreement, iterator._once = self._agreement, self._once
         return iterator
 
 
 class PrefetchedIterator(iterators.Steps, _tf.CompositeTensor, tf.distribute.DistributedIterator):
-    """Iterates over split elements of which each tower's part is on its device already.
+    """Iterates over split elements; each tower's part is prefetched to its device.
 
-    Where one stream fails, TensorFlow cancels what waits at the others, and from then on each of
-    these says that its data has ended, or gives parts of the batch before.  So a variable on the
-    host is true while an element is being taken: one that failed leaves it so.
+    The parts come from streams, one on the host and one per tower.  If one stream fails, TensorFlow
+    cancels the waiting requests of the others, which then report the end of their data or return
+    parts of the batch before.  So a bool variable on the host is true while an element is being
+    taken; it stays true after a failure, and the next step that finds it true raises.
 
-    ``make`` makes the streams, the handle of that variable, and what counts rows or None.
+    ``make`` makes the streams, the handle of that variable, and the ``row_count`` or None.
     """
 
-    _once = False
-    # TensorFlow takes long to make the streams, and Keras makes more iterators than it reads.
+    _once = False  # whether each optional's value is read just once, see read_once
+    # Made when first used: it takes TensorFlow long, and Keras makes more iterators than it reads.
     _streams = property(lambda self: self._made[0])
-    _under_way = property(lambda self: self._made[1])
+    _taking = property(lambda self: self._made[1])
     row_count = property(lambda self: self._made[2])
     _host = property(lambda self: self._streams._devices[0])
     spec = property(lambda self: self._layout.spec)
@@ -211,114 +218,119 @@ class PrefetchedIterator(iterators.Steps, _tf.CompositeTensor, tf.distribute.Dis
 
     def take(self) -> Nest:
         if tf.executing_eagerly():
-            return self._layout.element(self._from_all(self._streams.get_next))
-        # Only the host's stream is to say that the data has ended.
-        there, optional = self._from_first(self._of_host)
+            return self._layout.element(self._take_from_all(self._streams.get_next))
+        # Only the host's stream decides whether the data has ended.
+        has_value, optional = self._take_from_host(self._host_optional)
         with tf.device(self._host):
-            host = tf.cond(there, optional.get_value,
-                           self._streams._device_iterators[0].get_next)  # which raises then
-        return self._layout.element(self._with_others(host))
+            host = tf.cond(has_value, optional.get_value,
+                           self._streams._device_iterators[0].get_next)  # raises at the end
+        return self._layout.element(self._with_towers(host))
 
-    def _of_host(self) -> tuple[Any, ...]:
+    def _host_optional(self) -> tuple[Any, ...]:
+        """Whether the host's stream has another part, and the optional of this part."""
         optional = self._streams._device_iterators[0].get_next_as_optional()
         return optional.has_value(), optional
 
-    def _from_all(self, take: Callable[[], list[Any]]) -> list[Any]:
-        """What ``take`` takes from all streams; ``tf.errors.OpError`` where a call has failed."""
+    def _take_from_all(self, take: Callable[[], list[Any]]) -> list[Any]:
+        """The result of ``take``, called on all streams; raises if an earlier call has failed."""
         if not tf.executing_eagerly():
-            taken = self._begun(take)
+            taken = self._begin(take)
             with tf.control_dependencies(tf.nest.flatten(taken, expand_composites=True)):
-                self._say(False)
+                self._set_taking(False)
             return taken
-        if bool(self._is_under_way()):
+        if bool(self._is_taking()):
             raise tf.errors.DataLossError(None, None, _OUT_OF_STEP)
         try:
             return take()
         except tf.errors.OutOfRangeError:
             raise
         except BaseException:
-            self._say(True)
+            self._set_taking(True)
             raise
 
-    def _from_first(self, take: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
-        """What ``take`` takes from the host's stream, in a graph: whether it goes on, and more."""
-        # Where it has ended, so have the others then: one that went on would hold a thread.
-        with tf.device(self._host):
-            there, *held = self._begun(take)
-            with tf.control_dependencies(tf.nest.flatten(held, expand_composites=True)):
-                said = self._say(there)
-            with tf.control_dependencies([said]):
-                ended = tf.cond(there, lambda: True, self._others_ended)
-            with tf.control_dependencies([ended]):
-                return tf.identity(there), *held
+    def _take_from_host(self, take: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
+        """In a graph, the result of ``take``, called on the host's stream.
 
-    def _begun(self, take: Callable[[], Any]) -> Any:
-        """What ``take`` takes, in a graph, where no element is being taken; and then one is."""
+        Its first value says whether there is an element.  If not, the towers' streams are read to
+        their ends, too: a stream that has not ended would hold a thread.
+        """
         with tf.device(self._host):
-            fits = tf.debugging.Assert(tf.logical_not(self._is_under_way()), [_OUT_OF_STEP])
-        with tf.control_dependencies([fits]):
-            begun = self._say(True)
-        with tf.control_dependencies([begun]):
+            has_value, *held = self._begin(take)
+            with tf.control_dependencies(tf.nest.flatten(held, expand_composites=True)):
+                written = self._set_taking(has_value)
+            with tf.control_dependencies([written]):
+                ended = tf.cond(has_value, lambda: True, self._end_towers_streams)
+            with tf.control_dependencies([ended]):
+                return tf.identity(has_value), *held
+
+    def _begin(self, take: Callable[[], Any]) -> Any:
+        """In a graph, checks that no element is being taken, notes that one is, calls ``take``."""
+        with tf.device(self._host):
+            check = tf.debugging.Assert(tf.logical_not(self._is_taking()), [_OUT_OF_STEP])
+        with tf.control_dependencies([check]):
+            written = self._set_taking(True)
+        with tf.control_dependencies([written]):
             return take()
 
-    def _say(self, under_way: Any) -> Any:
-        """Whether an element is being taken, from now on."""
+    def _set_taking(self, taking: Any) -> Any:
+        """Notes whether an element is being taken from now on."""
         with tf.device(self._host):
-            return tf.raw_ops.AssignVariableOp(resource=self._under_way,
-                                               value=tf.convert_to_tensor(under_way))
+            return tf.raw_ops.AssignVariableOp(resource=self._taking,
+                                               value=tf.convert_to_tensor(taking))
 
-    def _is_under_way(self) -> tf.Tensor:
+    def _is_taking(self) -> tf.Tensor:
         with tf.device(self._host):
-            return tf.raw_ops.ReadVariableOp(resource=self._under_way, dtype=tf.bool)
+            return tf.raw_ops.ReadVariableOp(resource=self._taking, dtype=tf.bool)
 
-    def _with_others(self, host: Any) -> list[Any]:
-        """``host``, what that stream had, and what the towers' have: ends what has been begun."""
+    def _with_towers(self, host: Any) -> list[Any]:
+        """The host's part ``host`` and the towers' parts of this element, which is then taken."""
         with tf.control_dependencies(tf.nest.flatten(host)):
-            taken = self._of_others(lambda other: other.get_next())
+            taken = self._on_towers(lambda stream: stream.get_next())
         with tf.control_dependencies(tf.nest.flatten(taken)):
-            self._say(False)
+            self._set_taking(False)
         return [host, *taken]
 
-    def _of_others(self, take: Callable[[Any], Any]) -> list[Any]:
-        """What ``take`` takes of each tower's stream, on its device."""
+    def _on_towers(self, take: Callable[[Any], Any]) -> list[Any]:
+        """The results of ``take`` for each tower's stream, on the tower's device."""
         taken = []
-        for device, other in zip(self._streams._devices[1:], self._streams._device_iterators[1:]):
+        for device, stream in zip(self._streams._devices[1:], self._streams._device_iterators[1:]):
             with tf.device(device):
-                taken.append(take(other))
+                taken.append(take(stream))
         return taken
 
-    def _others_ended(self) -> tf.Tensor:
-        """True, after the towers' streams have ended."""
-        ends = self._of_others(lambda other: other.get_next_as_optional())
+    def _end_towers_streams(self) -> tf.Tensor:
+        """Reads the end of the towers' streams; returns True."""
+        ends = self._on_towers(lambda stream: stream.get_next_as_optional())
         with tf.control_dependencies(tf.nest.flatten(ends, expand_composites=True)):
             return tf.identity(True)
 
     def read_once(self) -> PrefetchedIterator:
-        # What the towers have is then taken where it is read, and does not go through the loop.
+        # Optionals then hold the host's part only, and get_value takes the towers' parts: so these
+        # do not go through the loop.
         self._once = True
         return self
 
     def copy_read_once(self) -> PrefetchedIterator:
-        """The same over the same data, for one loop: this one's optionals stay whole."""
-        self._made  # noqa: B018, once for both
+        """A copy over the same data, with :meth:`read_once`, for one loop."""
+        self._made  # noqa: B018, so that both share the streams
         return copy.copy(self).read_once()
 
     def get_next_as_optional(self) -> tf.experimental.Optional:
         if not self._once:
             return super().get_next_as_optional()
         agreement = self.agreement
-        there, *held = self._from_first(self._of_host if agreement is None else (
+        has_value, *held = self._take_from_host(self._host_optional if agreement is None else (
             lambda: agreement.of_host(self._streams._device_iterators[0].get_next()[0])))
-        return iterators.HeldOptional(self.element_spec, there, held, self)
+        return iterators.HeldOptional(self.element_spec, has_value, held, self)
 
     def _optional(self) -> tf.experimental.Optional:
-        parts = self._from_all(self._streams.get_next_as_optional)
+        parts = self._take_from_all(self._streams.get_next_as_optional)
         with tf.device(self._host):
-            there = parts[0].has_value()
-        return iterators.HeldOptional(self.spec, there, parts, self)
+            has_value = parts[0].has_value()
+        return iterators.HeldOptional(self.spec, has_value, parts, self)
 
-    def opened(self, held: Any) -> Nest:
-        """The element of which an optional has held these parts."""
+    def element_of(self, held: Any) -> Nest:
+        """The element of an optional that has ``held`` these parts."""
         if not self._once:
             parts = []
             for optional, device in zip(held, self._streams._devices):
@@ -327,9 +339,9 @@ class PrefetchedIterator(iterators.Steps, _tf.CompositeTensor, tf.distribute.Dis
             return self._layout.element(parts)
         if self.agreement is None:
             optional, = held
-            return self._layout.element(self._with_others(optional.get_value()))
+            return self._layout.element(self._with_towers(optional.get_value()))
         rows, host = held
-        return self.agreement.element(self._layout.element(self._with_others((host, ()))), rows)
+        return self.agreement.element(self._layout.element(self._with_towers((host, ()))), rows)
 
     @property
     def _type_spec(self) -> PrefetchedSpec:
@@ -337,32 +349,33 @@ class PrefetchedIterator(iterators.Steps, _tf.CompositeTensor, tf.distribute.Dis
                               self._once, self.agreement)
 
 
-# Autograph reads each optional's value once, where there is one.
+# Autograph reads the value of each optional that has one just once.
 _tf.loop_over(PrefetchedIterator, PrefetchedIterator.copy_read_once)
 
 
 def iterate(dataset: tf.data.Dataset, layout: Layout, fetch: Fetch,
             follow: iterators.Follow | None, rows_of: Callable[[Nest], Any]) -> PrefetchedIterator:
-    """An iterator over ``dataset`` whose parts are on ``fetch.devices``.
+    """An iterator over ``dataset`` that prefetches the towers' parts to ``fetch.devices``.
 
-    What ``follow`` counts has been taken, not read ahead; ``rows_of`` gives an element's rows.
+    ``follow`` counts rows when elements are taken, not when they are prefetched; ``rows_of`` gives
+    an element's row counts.
     """
     eager = tf.executing_eagerly()
 
     def make() -> tuple[Any, Any, Any]:
         with tf.init_scope() if eager else contextlib.nullcontext(), tf.device(fetch.host):
-            parts = layout.in_parts(dataset, None if follow is None else rows_of)
+            parts = layout.dataset_of_parts(dataset, None if follow is None else rows_of)
             streams = _tf.over_devices(parts, (fetch.host, *fetch.devices), fetch.ready)
-            under_way = _tf.anonymous_variable(tf.bool, tf.TensorShape([]))
-            tf.raw_ops.AssignVariableOp(resource=under_way, value=tf.constant(False))
+            taking = _tf.anonymous_variable(tf.bool, tf.TensorShape([]))
+            tf.raw_ops.AssignVariableOp(resource=taking, value=tf.constant(False))
             if follow is None:
-                return streams, under_way, None
-            first, *others = streams._device_iterators
-            taken, count = layout.counted(first._dataset, follow)
-            streams._device_iterators = [iter(taken), *others]
-            return streams, under_way, count
+                return streams, taking, None
+            host, *towers = streams._device_iterators
+            counted, row_count = layout.counted(host._dataset, follow)
+            streams._device_iterators = [iter(counted), *towers]
+            return streams, taking, row_count
 
     iterator = PrefetchedIterator(layout, make)
     if not eager:
-        iterator._made  # noqa: B018, in a loop's body it would be made anew in each turn
+        iterator._made  # noqa: B018, now: in a loop's body, each iteration would make the streams
     return iterator

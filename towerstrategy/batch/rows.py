@@ -1,10 +1,10 @@
-"""Rows of a batch over the towers: how many each tower gets, cutting them out.
+"""Splitting rows over the towers: how many rows each tower gets, and slicing them.
 
-Goes in: a number of rows and of towers, or a tensor and a range of rows.  Comes out: sizes, or
-those rows.  Rows are split in order and as evenly as they go: with N rows and R towers the first
-``N mod R`` towers get ``N // R + 1`` rows, the others ``N // R``.  Towers of unequal shares get
-rows in proportion, rounded down; rows that are left go to the largest remainders, the first of
-equal ones.
+Goes in: a number of rows and of towers, or a tensor and a range of rows.  Comes out: row counts, or
+slices.  Rows are split in order and as evenly as possible: with N rows and R towers the first
+``N mod R`` towers get ``N // R + 1`` rows, the others ``N // R``.  Towers with unequal shares get
+rows in proportion, rounded down; the remaining rows go to the towers with the largest remainders,
+of equal ones to the first.
 """
 
 from __future__ import annotations
@@ -20,22 +20,23 @@ import tensorflow as tf
 
 Nest = Any
 Rows = Any  # an int, or a scalar int64 tensor
-Sizes = Any  # those of several towers: a list of ints, or an int64 vector
-Units = Any  # whole numbers, one a tower: a tuple, or an int64 vector; None where all are equal
+Sizes = Any  # the row counts of several towers: a list of ints, or an int64 vector
+# Shares as whole numbers, one per tower: a tuple, or an int64 vector; None if all are equal.
+Units = Any
 
-# The most units of all towers together: times a number of rows they are to be an int64.
+# The largest sum of all towers' units: times a number of rows, it must be an int64.
 _MOST_UNITS = 2**31
 
 
 def units_of(shares: Sequence[float]) -> tuple[int, ...] | None:
-    """``shares`` as whole numbers in the same proportion, which split alike wherever it is done.
+    """``shares`` as whole numbers in the same proportion; None if all are equal.
 
-    None where all are equal.
+    Whole numbers split the same way in pipelines, in eager code and on other machines.
 
     >>> units_of([3, 1]), units_of([.5, .25, .25]), units_of([2., 2.])
     ((3, 1), (2, 1, 1), None)
     """
-    # Of 0.1 what was written counts, and not the nearest binary number.
+    # repr: 0.1 means one tenth, not the nearest binary number.
     exact = [Fraction(repr(float(share))) for share in shares]
     if len(set(exact)) == 1:
         return None
@@ -48,7 +49,7 @@ def units_of(shares: Sequence[float]) -> tuple[int, ...] | None:
 
 
 def split_rows(rows: Rows, towers: int, units: Units = None) -> Sizes:
-    """How many rows each tower gets.
+    """The number of rows of each tower.
 
     >>> split_rows(10, 4), split_rows(2, 4), split_rows(10, 2, (3, 1))
     ([3, 3, 2, 2], [1, 1, 0, 0], [8, 2])
@@ -61,13 +62,13 @@ def split_rows(rows: Rows, towers: int, units: Units = None) -> Sizes:
         for tower in largest[:rows - sum(sizes)]:
             sizes[tower] += 1
         return sizes
-    if units is None:  # by one operation or two, as each batch pays for them
-        # With as many rows more as there are towers behind it, each tower's part rounds down.
+    if units is None:  # two operations only: they run for each batch
+        # Tower r of R has (rows + R - 1 - r) // R rows.
         return (rows + np.arange(towers, dtype=np.int64)[::-1]) // towers
     units = tf.cast(units, tf.int64)
     wanted, total = rows * units, tf.reduce_sum(units)
     floors = wanted // total
-    # Of equal remainders the first tower's is the larger one.
+    # Ranks are all different: of equal remainders, the first tower's ranks highest.
     ranks = wanted % total * towers + np.arange(towers, dtype=np.int64)[::-1]
     larger = tf.cast(ranks[tf.newaxis] > ranks[:, tf.newaxis], tf.int64)
     extra = rows - tf.reduce_sum(floors)
@@ -75,13 +76,13 @@ def split_rows(rows: Rows, towers: int, units: Units = None) -> Sizes:
         floors + tf.cast(tf.reduce_sum(larger, 1) < extra, tf.int64), [towers])
 
 
-# Rows of a batch -> how many each tower of all machines gets, which of these are this machine's,
-# and the counts that sub-batches carry; None for those of this machine's.
+# From the rows of a batch: the row counts of all machines' towers, the slice of them that is this
+# machine's towers, and the counts for ``SubBatches.rows``, or None if its own parts tell them.
 CutRows = Callable[[Rows], tuple[Sizes, slice, "Sizes | None"]]
 
 
 def rows_in(component: Any) -> Rows:
-    """The rows of a dense, ragged or sparse component: an int where known, else an int64 scalar."""
+    """The number of rows of a component: an int if known while tracing, else an int64 scalar."""
     static = known_rows(component)
     if static is not None:
         return static
@@ -94,17 +95,17 @@ def rows_in(component: Any) -> Rows:
 
 
 def known_rows(component: Any) -> int | None:
-    """The rows of a dense, ragged or sparse component where they are known while tracing."""
+    """The number of rows of a component if it is known while tracing; else None."""
     return component.shape[0] if component.shape.rank else None
 
 
 def has_rows(leaf: Any) -> bool:
-    """Whether ``leaf`` is a tensor of a kind that can have rows."""
+    """Whether ``leaf`` is a dense, ragged or sparse tensor."""
     return isinstance(leaf, (tf.Tensor, tf.RaggedTensor, tf.SparseTensor))
 
 
 def is_absent(spec: Any) -> bool:
-    """Whether ``spec`` is that of ``None``, a component that a dataset leaves out."""
+    """Whether ``spec`` is the spec of ``None``, an absent component."""
     return not tf.nest.flatten(spec, expand_composites=True)
 
 
@@ -114,7 +115,7 @@ def vector(numbers: Sequence[Rows]) -> tf.Tensor:
 
 
 def cut(tensor: Any, sizes: Sizes, here: slice) -> list[Any]:
-    """Those of the towers' parts of a component, ``sizes`` rows, that are ``here``."""
+    """A component cut into parts of ``sizes`` rows; of these, the ones in the slice ``here``."""
     if isinstance(tensor, tf.Tensor):  # one operation for all towers
         return tf.split(tensor, sizes)[here]
     sizes = sizes if isinstance(sizes, list) else tf.unstack(sizes)
@@ -123,7 +124,7 @@ def cut(tensor: Any, sizes: Sizes, here: slice) -> list[Any]:
 
 
 def rows_between(tensor: Any, start: Rows, size: Rows) -> Any:
-    """``size`` rows of ``tensor`` from ``start``."""
+    """``size`` rows of ``tensor``, from row ``start`` on."""
     if isinstance(tensor, tf.SparseTensor):
         rest = tensor.dense_shape[1:]
         begin = tf.concat([[tf.cast(start, tf.int64)], tf.zeros_like(rest)], 0)
@@ -134,8 +135,8 @@ def rows_between(tensor: Any, start: Rows, size: Rows) -> Any:
 
 
 def no_rows(spec: tf.TypeSpec) -> Any:
-    """A value of ``spec`` with no rows; a scalar 0 where it has none to have."""
-    # An open length is 1: there are operations that take none of 0, even of no rows.
+    """A value of ``spec`` with no rows; a scalar 0 if ``spec`` has no first dimension."""
+    # Unknown inner dimensions become 1: some operations do not accept 0, even with no rows.
     if isinstance(spec, tf.RaggedTensorSpec):
         inner = [size or 0 for size in spec.shape.as_list()[1:]]
         flat = tf.zeros([0] + inner[spec.ragged_rank:], spec.dtype)

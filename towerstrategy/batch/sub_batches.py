@@ -1,7 +1,7 @@
 """Sub-batches: per-replica values whose first dimension counts rows.
 
-Goes in: one component of a batch, a part a tower, and the row counts where other machines have rows
-of it, too.  Comes out: :class:`SubBatches`, which know the rows of each tower.
+Goes in: each tower's part of a component of a batch, and the row counts of the towers of all
+machines, if there are several.  Comes out: :class:`SubBatches`, which know each tower's rows.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from towerstrategy.batch import rows as rows_lib
 
 
 def with_open_rows(element: Any) -> Any:
-    """``element``, of which functions are traced for any number of rows."""
-    # Where towers have unequal shares, one trace serves all of them then, whatever their shares.
+    """``element``, marked so that functions are traced for any number of rows.
+
+    So one trace serves all towers, whatever their shares.
+    """
     for leaf in tf.nest.flatten(element):
         if isinstance(leaf, SubBatches):
             leaf.open_rows = True
@@ -25,7 +27,7 @@ def with_open_rows(element: Any) -> Any:
 
 
 def with_any_rows(spec: tf.TypeSpec) -> tf.TypeSpec:
-    """``spec`` with an open first dimension; as it is where it has none."""
+    """``spec`` with an unknown first dimension; ``spec`` itself if it has no first dimension."""
     if not isinstance(spec, (tf.TensorSpec, tf.RaggedTensorSpec, tf.SparseTensorSpec)) \
             or not spec.shape.rank:
         return spec
@@ -37,7 +39,7 @@ def with_any_rows(spec: tf.TypeSpec) -> tf.TypeSpec:
 
 
 class SubBatchesSpec(_tf.PerReplicaSpec):
-    """The type spec of :class:`SubBatches`: a spec a tower; then, if ``counted``, of row counts."""
+    """The type spec of :class:`SubBatches`: one spec per tower; if ``counted``, the row counts'."""
 
     value_type = property(lambda _: SubBatches)
 
@@ -46,17 +48,19 @@ class SubBatchesSpec(_tf.PerReplicaSpec):
         self.batch, self.counted = batch, counted
 
     def most_specific_common_supertype(self, others: Sequence[Any]) -> SubBatchesSpec | None:
-        """Open for all towers where it is for one."""
-        # A tower with as many rows of both batches by chance would have a function traced once more
+        """The common supertype; if one tower's first dimension is unknown in it, all towers' are.
+
+        Otherwise a tower that happens to have equal rows in two batches would cause another trace.
+        """
         common = super().most_specific_common_supertype(others)
         if common is None:
             return None
         specs = common._component_specs
         towers = len(specs) - self.counted
-        opened = [with_any_rows(spec) for spec in specs[:towers]]
-        if set(opened).isdisjoint(specs):
+        with_open = [with_any_rows(spec) for spec in specs[:towers]]
+        if set(with_open).isdisjoint(specs):
             return common
-        return type(self)(*opened, *specs[towers:], batch=self.batch, counted=self.counted)
+        return type(self)(*with_open, *specs[towers:], batch=self.batch, counted=self.counted)
 
     def _serialize(self) -> tuple[Any, ...]:
         return (*super()._serialize(), self.batch, self.counted)
@@ -77,13 +81,13 @@ class SubBatchesSpec(_tf.PerReplicaSpec):
 class SubBatches(_tf.PerReplica):
     """One component of a batch, split over the towers: ``values[r]`` holds the rows of tower r.
 
-    It is the ``PerReplica`` that ``tf.distribute`` uses, with one thing more to it: whoever gets it
-    knows that the first dimension counts rows, so that each tower's share of the batch is known.
+    It is the ``PerReplica`` of ``tf.distribute``, of which the first dimension is known to be rows.
+    So each tower's share of the batch is known.
 
     Attributes:
-      batch: of which of an element's batches, where these have different numbers of rows.
+      batch: the number of its batch, if an element has several batches with different row counts.
       rows: the row counts of the towers of all machines, an int64 vector (in a worker's own
-        pipeline those of its own towers); None where all rows are here.
+        pipeline, of its own towers); None if this machine has all rows.
       open_rows: whether functions are traced for any number of rows.
     """
 
@@ -104,7 +108,7 @@ class SubBatches(_tf.PerReplica):
 
 
 def row_counts(batches: SubBatches) -> list[rows_lib.Rows]:
-    """The number of rows of each tower: ints where known, else int64 scalars."""
+    """Each tower's number of rows: an int if it is known while tracing, else an int64 scalar."""
     if batches.rows is None:
         return [rows_lib.rows_in(part) for part in batches.values]
     if tf.executing_eagerly():
@@ -113,10 +117,10 @@ def row_counts(batches: SubBatches) -> list[rows_lib.Rows]:
 
 
 def rows_of(element: Any) -> Any:
-    """The rows of each tower in an element, a vector; None where none are known."""
+    """Each tower's number of rows in an element, a vector; None if the element has no rows."""
     leaves = tf.nest.flatten(element)
     for leaf in leaves:
         if isinstance(leaf, SubBatches):
             return leaf.rows if leaf.rows is not None else rows_lib.vector(row_counts(leaf))
     whole = [leaf for leaf in leaves if getattr(getattr(leaf, "shape", None), "rank", 0) != 0]
-    return rows_lib.vector([rows_lib.rows_in(whole[0])]) if whole else None  # of the only tower
+    return rows_lib.vector([rows_lib.rows_in(whole[0])]) if whole else None  # of a single tower
