@@ -1,6 +1,6 @@
 """Making variables in the scope of a strategy.
 
-Goes in: what TensorFlow's variable creators pass on, and the strategy's homes.  Comes out: a
+Goes in: the arguments of a variable creator, and the strategy's homes.  Comes out: a
 :class:`one_copy.TowerVariable` at its home, or a :class:`tower_local.TowerLocalVariable`.
 """
 
@@ -21,7 +21,7 @@ from towerstrategy.variables import one_copy, tower_local
 
 def create(strategy: tf.distribute.Strategy, homes: homes_lib.Homes,
            next_creator: Callable[..., Any], **kwargs: Any) -> Any:
-    """Makes a variable of ``strategy``; the arguments are those of a variable creator."""
+    """Makes a variable of ``strategy`` from the arguments of a variable creator."""
     kwargs.pop("experimental_batch_initialization", None)
     kwargs.pop("caching_device", None)
     beside = kwargs.pop("colocate_with", None)
@@ -58,16 +58,17 @@ def _create_one_copy(strategy: tf.distribute.Strategy, homes: homes_lib.Homes, b
     if together:
         homes_lib.follow(variable, beside)
     variable._home_may_change = tf.executing_eagerly() and (beside is None or together)
-    if contexts.current() is not None:  # what runs there takes it from there from now on
+    if contexts.current() is not None:  # the step being traced captures it, so it must not move
         variable._settled = stage
     return one_copy.into_tower_variable(variable, strategy)
 
 
 def _check_modes(kwargs: dict[str, Any]) -> bool:
-    """Completes synchronization and aggregation; True for a tower-local variable."""
-    given = {"name": None, **{key: value for key, value in kwargs.items() if value is not None}}
-    kwargs["synchronization"] = _tf.check_synchronization(given)
-    kwargs["aggregation"] = one_copy.Aggregation(_tf.check_aggregation(given).value)
+    """Checks synchronization and aggregation and sets defaults; True: a tower-local variable."""
+    without_none = {"name": None, **{
+        key: value for key, value in kwargs.items() if value is not None}}
+    kwargs["synchronization"] = _tf.check_synchronization(without_none)
+    kwargs["aggregation"] = one_copy.Aggregation(_tf.check_aggregation(without_none).value)
     return kwargs["synchronization"] is tf.VariableSynchronization.ON_READ
 
 
@@ -76,8 +77,8 @@ def _create_tower_local(strategy: tf.distribute.Strategy, next_creator: Callable
     parts: list[tf.Variable] = []
     eager, value = tf.executing_eagerly(), kwargs["initial_value"]
     if not eager and callable(value):
-        # A function whose variables start from other variables cannot initialize them before it
-        # runs: its first call is then another program than the next ones.
+        # All parts get one tensor.  If parts started from another part, TensorFlow could not
+        # initialize them before the function runs: its first call would differ from later calls.
         kwargs["initial_value"] = functools.cache(value)
     for number, device in enumerate(strategy.extended.worker_devices):
         if parts:
@@ -92,42 +93,44 @@ def _create_tower_local(strategy: tf.distribute.Strategy, next_creator: Callable
 
 def _chiefs_initial_value(workers: Workers, initial_value: Any, dtype: Any = None,
                           name: str | None = None, **_: Any) -> Any:
-    """``initial_value`` as worker 0 has it, asked for when the variable is made."""
+    """A function that returns worker 0's ``initial_value``, called when the variable is made."""
     if tf.is_tensor(initial_value) and not _tf.is_eager(initial_value):
         return initial_value  # computed in a function, and so on every worker
 
-    @functools.cache  # asked for once a part, and workers may have different numbers of towers
+    # Cached: each part calls it, but workers may have different numbers of towers, and all workers
+    # must issue the same collectives.
+    @functools.cache
     def chiefs() -> Any:
-        # Out of a function that is being traced: it is not run by making its variables.
+        # Outside of a function that is being traced, whose graph does not run yet.
         with tf.init_scope():
             value = initial_value() if callable(initial_value) else initial_value
             if isinstance(value, _tf.CheckpointInitialValue):  # from a file, so on every worker
                 return value
-            own = tf.convert_to_tensor(value, dtype=dtype)
+            tensor = tf.convert_to_tensor(value, dtype=dtype)
             try:
-                return workers.chiefs([own])[0]
+                return workers.chiefs([tensor])[0]
             except (tf.errors.InvalidArgumentError, tf.errors.InternalError) as error:
                 raise ValueError(
-                    f"worker {workers.index} makes a variable {name!r} of shape {own.shape} and "
-                    f"dtype {own.dtype.name} where another worker does not. All workers must make "
-                    f"the same model and optimizer, in the same order. ({error.message})"
+                    f"worker {workers.index} makes a variable {name!r} of shape {tensor.shape} and "
+                    f"dtype {tensor.dtype.name} where another worker does not. All workers must "
+                    f"make the same model and optimizer, in the same order. ({error.message})"
                 ) from error
 
-    def made() -> Any:
+    def value_of_chief() -> Any:
         value = chiefs()
         if tf.executing_eagerly() or not tf.is_tensor(value):
             return value
-        # A function whose variables start from no constants cannot initialize them before it runs,
-        # and runs in a tf.cond, in which collective ops get no key.
+        # Unless variables start from constants, TensorFlow cannot initialize them before the
+        # function runs; it then runs in a tf.cond, in which collective ops get no key.
         return tf.constant(value.numpy(), value.dtype)
 
-    return made
+    return value_of_chief
 
 
 def _outside_towers() -> contextlib.AbstractContextManager[str]:
-    """Within, variables have the names that they have on a single device."""
-    kept = scopes.plain_name(tf.get_current_name_scope())
-    return tf.name_scope(f"{kept}/" if kept else "")
+    """A name scope in which variables have the names that they have on a single device."""
+    scope = scopes.plain_name(tf.get_current_name_scope())
+    return tf.name_scope(f"{scope}/" if scope else "")
 
 
 def _home_for(homes: homes_lib.Homes, beside: Any, kwargs: dict[str, Any],
@@ -140,7 +143,7 @@ def _home_for(homes: homes_lib.Homes, beside: Any, kwargs: dict[str, Any],
 
 
 def _is_counter(kwargs: dict[str, Any]) -> bool:
-    """Whether a variable to be made is a few integers, or integers that an initializer makes."""
+    """Whether the variable holds a few integers, or integers of unknown shape."""
     shape, dtype, value = (kwargs.get(name) for name in ("shape", "dtype", "initial_value"))
     if value is not None and not callable(value):
         value = tf.convert_to_tensor(value, dtype=dtype)

@@ -1,8 +1,7 @@
-"""The one copy of a variable, at its home, whatever the number of towers.
+"""The one copy of a variable, on its home, for all towers.
 
 Goes in: a resource variable and its strategy.  Comes out: the same object as a
-:class:`TowerVariable`.  A write inside a tower is merged with the other towers' and done once, see
-:mod:`written`.
+:class:`TowerVariable`.  The towers' writes are merged, then written once, see :mod:`written`.
 """
 
 from __future__ import annotations
@@ -22,31 +21,31 @@ Aggregation = tf.VariableAggregation
 
 
 class TowerVariable(_tf.ResourceVariable):
-    """See the module: reads, gradients, checkpoints and SavedModel are TensorFlow's own."""
+    """A resource variable whose writes in towers are merged; all else is TensorFlow's own."""
 
     _home_may_change = False
-    _written_alone = False  # by a function that towers call, see alone
-    _warned_of = ""  # why a gradient of it is not one device's, see contract
+    _written_alone = False  # whether a function that towers call writes it, see alone
+    _warned_of = ""  # the reason why a gradient of it is not one device's, see contract
     _extreme: str | None = None  # "max" or "min", see rules
-    _alike_on_all = False  # whether the first towers of all machines write the same
+    _alike_on_all = False  # whether the first towers of all machines write the same value
 
     def __init__(self, *_: Any, **__: Any) -> None:
         raise TypeError("a TowerVariable is made by tf.Variable in the scope of a TowerStrategy.")
 
     @property
     def handle(self) -> tf.Tensor:
-        """The resource; a function that holds it would go on reading it after a move."""
+        """The resource handle; once a function may have captured it, the variable cannot move."""
         if self._home_may_change and homes_lib.may_be_captured():
             self._home_may_change = False
         value = self._compiled_value()
         return super().handle if value is None else value
 
     def _compiled_value(self) -> tf.Tensor | None:
-        """What stands for this variable in a compiled function that a tower calls; else None.
+        """The captured value, in a compiled function that a tower calls; elsewhere None.
 
-        XLA reads no variable of another device, so the function is given the value, which is read
-        at each call where the variable lives.  It stands for the handle, too: tapes inside of the
-        function watch that.
+        XLA cannot read a variable of another device, so the function gets the value as an input; it
+        is read on the variable's home at each call.  It replaces the handle, too, because tapes
+        inside of the function watch the handle.
         """
         if not _tf.is_compiled_here():
             return None
@@ -88,7 +87,7 @@ class TowerVariable(_tf.ResourceVariable):
 
     def batch_scatter_update(self, sparse_delta: Any, use_locking: bool = False,
                              name: Any = None) -> Any:
-        return self._scatter_located(
+        return self._write_nd(
             "scatter_nd_update", sparse_delta,
             lambda delta: (written.batch_indices(delta.indices), delta.values),
             lambda delta: _tf.ResourceVariable.batch_scatter_update(self, delta, use_locking, name))
@@ -111,30 +110,30 @@ class TowerVariable(_tf.ResourceVariable):
         return (f"<TowerVariable {self.name!r} shape={self.shape} dtype={self.dtype.name}, one "
                 f"copy on {self.device or 'its home'}{value}>")
 
-    def _write(self, given: Any, own: Callable[[Any], Any], plain: Callable[[Any], Any],
+    def _write(self, value: Any, to_tensors: Callable[[Any], Any], plain: Callable[[Any], Any],
                merged: Callable[..., Any],
                nested: Callable[[contexts.TowerContext], Any] | None = None) -> Any:
-        """Writes what is given; of what several towers give, one value.
+        """Writes a value, merged if several towers write.
 
         Args:
-          given: what is to be written, a nest; outside of towers with per-replica values perhaps.
-          own: makes tensors of what one tower gives.
-          plain: writes what is given as on one device.
-          merged: takes what each tower has made by ``own``, the shares, and whether it is written
-            from outside of the towers; writes one value of it.
-          nested: the same where the towers cannot sync; there is no such write without it.
+          value: a nest; outside of towers it may have per-replica values.
+          to_tensors: converts one tower's value to a nest of tensors.
+          plain: writes a value as on one device.
+          merged: merges and writes; its arguments are the towers' tensors, the shares, and whether
+            the write is from outside of the towers.
+          nested: writes in a tower that cannot sync; None if such a write is not supported.
         """
         tower = contexts.writer_of(self)
         if tower is None:
-            values = next((leaf for leaf in tf.nest.flatten(given) if isinstance(
+            per_replica = next((leaf for leaf in tf.nest.flatten(value) if isinstance(
                 leaf, tf.distribute.DistributedValues) and not _tf.is_variable(leaf)), None)
-            if values is None:
-                return plain(given)
-            if isinstance(values, _tf.Mirrored):
-                return plain(_tf.select_replica(0, given))
-            parts = [own(_tf.select_replica(number, given))
-                     for number in range(len(values.values))]
-            return merged(parts, written.shares_of(self, values), True)
+            if per_replica is None:
+                return plain(value)
+            if isinstance(per_replica, _tf.Mirrored):
+                return plain(_tf.select_replica(0, value))
+            parts = [to_tensors(_tf.select_replica(number, value))
+                     for number in range(len(per_replica.values))]
+            return merged(parts, written.shares_of(self, per_replica), True)
         if not tower.can_merge and _tf.is_compiled_here() \
                 and _tf.nested_function(tower.graph) is not None:
             raise RuntimeError(
@@ -142,24 +141,24 @@ class TowerVariable(_tf.ResourceVariable):
                 "XLA is to compile (jit_compile=True). It is given the variable's value and cannot "
                 "write it. Write it outside of that function, or leave jit_compile out.")
         if not tower.several:
-            return plain(given)
+            return plain(value)
         if not tower.can_merge:
             if nested is None:
                 raise RuntimeError(contexts.NESTED_MERGE)
             return nested(tower)
-        return tower.merge_call(lambda _, brought: merged(
-            [_tf.select_replica(number, brought) for number in range(tower.count)], tower.shares,
-            False), args=(own(given),))
+        return tower.merge_call(lambda _, tensors: merged(
+            [_tf.select_replica(number, tensors) for number in range(tower.count)], tower.shares,
+            False), args=(to_tensors(value),))
 
     def _assign(self, method: Callable[..., Any], value: Any, use_locking: Any, name: Any,
                 read_value: bool) -> Any:
-        # A given name may hold the tower's name scope, and a merged write is on the merge device.
+        # A merged write gets no name: the user's may contain a tower's name scope.
         def plain(value: Any, name: Any = None) -> Any:
             return method(self, value, use_locking=use_locking, name=name, read_value=read_value)
 
         def nested(tower: contexts.TowerContext) -> Any:
             with_others = tower.shares.workers is not None and written.rule_of(self) != "first"
-            # Of a sum it could not be told later whether it was of values or of steps.
+            # For SUM, the next sync point could not tell values (assign) from steps (assign_add).
             if with_others or self.aggregation is Aggregation.SUM:
                 raise RuntimeError(contexts.NESTED_MERGE)
             tower.call.note_written(self)
@@ -180,7 +179,7 @@ class TowerVariable(_tf.ResourceVariable):
         plain = functools.partial(getattr(_tf.ResourceVariable, method_name), self,
                                   use_locking=use_locking, name=name)
 
-        def own(slices: Any) -> tf.IndexedSlices:
+        def to_tensors(slices: Any) -> tf.IndexedSlices:
             return tf.IndexedSlices(tf.convert_to_tensor(slices.values, dtype=self.dtype),
                                     tf.convert_to_tensor(slices.indices))
 
@@ -189,50 +188,50 @@ class TowerVariable(_tf.ResourceVariable):
                     Aggregation.NONE, Aggregation.ONLY_FIRST_REPLICA):
                 raise RuntimeError(contexts.NESTED_MERGE)
             if method_name in written.REPLACING and self.aggregation is Aggregation.NONE:
-                return plain(shares_lib.slices_if(tower.filled, own(sparse_delta)))  # see alone
+                return plain(shares_lib.slices_if(tower.filled, to_tensors(sparse_delta)))
             tower.call.note_written(self)
             return plain(sparse_delta)
 
-        return self._write(sparse_delta, own, plain, lambda *towers: plain(
+        return self._write(sparse_delta, to_tensors, plain, lambda *towers: plain(
             written.slices(self, method_name, *towers)), nested)
 
     def _scatter_nd(self, method_name: str, indices: Any, updates: Any, name: Any = None) -> Any:
-        return self._scatter_located(method_name, (indices, updates), tuple, lambda given: getattr(
-            _tf.ResourceVariable, method_name)(self, *given, name))
+        return self._write_nd(method_name, (indices, updates), tuple, lambda value: getattr(
+            _tf.ResourceVariable, method_name)(self, *value, name))
 
-    def _scatter_located(self, method_name: str, given: Any,
-                         located: Callable[..., tuple[Any, Any]],
-                         plain: Callable[[Any], Any]) -> Any:
-        """``scatter_nd_*`` of what ``located`` makes of what is given: indices and updates."""
-        def own(given: Any) -> tf.IndexedSlices:
-            indices, updates = located(given)
+    def _write_nd(self, method_name: str, value: Any,
+                  to_indices_and_updates: Callable[..., tuple[Any, Any]],
+                  plain: Callable[[Any], Any]) -> Any:
+        """:meth:`_write` whose merged write is ``method_name``, a ``scatter_nd_*``."""
+        def to_tensors(value: Any) -> tf.IndexedSlices:
+            indices, updates = to_indices_and_updates(value)
             return written.nd_slices(written.sizes_of(self), indices,
-                                    tf.convert_to_tensor(updates, dtype=self.dtype))
+                                     tf.convert_to_tensor(updates, dtype=self.dtype))
 
         def merged(*towers: Any) -> Any:
-            found = written.slices(self, method_name, *towers)
-            return getattr(_tf.ResourceVariable, method_name)(self, found.indices, found.values)
+            slices = written.slices(self, method_name, *towers)
+            return getattr(_tf.ResourceVariable, method_name)(self, slices.indices, slices.values)
 
-        return self._write(given, own, plain, merged)
+        return self._write(value, to_tensors, plain, merged)
 
     def _strided_slice_assign(self, begin: Any, end: Any, strides: Any, value: Any, name: Any,
                               **masks: Any) -> Any:
         plain = functools.partial(_tf.ResourceVariable._strided_slice_assign, self)
-        where = {"begin": begin, "end": end, "strides": strides, **masks}
+        arguments = {"begin": begin, "end": end, "strides": strides, **masks}
 
         def merged(parts: Any, shares: shares_lib.Shares, outside: bool) -> Any:
-            places, values = zip(*parts)
+            slices, values = zip(*parts)
             if outside or self.shape.rank == 0 or (
-                    shares.workers is None and written.are_alike(places)):
+                    shares.workers is None and written.are_same(slices)):
                 return plain(value=written.value(self, values, shares, outside), name=None,
-                             **places[0])
-            found = written.elements(self, places, values, shares)
-            return _tf.ResourceVariable.scatter_nd_update(self, found.indices, found.values)
+                             **slices[0])
+            elements = written.elements(self, slices, values, shares)
+            return _tf.ResourceVariable.scatter_nd_update(self, elements.indices, elements.values)
 
         return self._write(
-            (where, value),
-            lambda given: (given[0], tf.convert_to_tensor(given[1], dtype=self.dtype)),
-            lambda given: plain(value=given[1], name=name, **given[0]), merged)
+            (arguments, value),
+            lambda pair: (pair[0], tf.convert_to_tensor(pair[1], dtype=self.dtype)),
+            lambda pair: plain(value=pair[1], name=name, **pair[0]), merged)
 
 
 for _kind in ("add", "sub", "mul", "div", "min", "max", "update"):
@@ -245,7 +244,7 @@ for _kind in ("add", "sub", "min", "max", "update"):
 
 def into_tower_variable(variable: tf.Variable,
                         strategy: tf.distribute.Strategy) -> TowerVariable:
-    """Turns a resource variable into ``strategy``'s own, in place: same object, value and place."""
+    """Makes a resource variable ``strategy``'s own, in place: same object, value and device."""
     variable.__class__ = TowerVariable
     variable._distribute_strategy = strategy
     strategy.extended.track(variable)

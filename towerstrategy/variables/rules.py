@@ -1,7 +1,7 @@
-"""Rules for state that is no sum and no mean: extremes, in public.
+"""``strategy.merge_rule``: variables that merge the towers' values by their maximum or minimum.
 
 Goes in: a variable of a strategy, one copy or tower-local, and ``"max"`` or ``"min"``.  Comes out:
-the same variable, of whose values the towers' largest, or smallest, counts.
+the same variable, with this rule.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from towerstrategy import refused
 from towerstrategy.merge import merging
 from towerstrategy.variables import one_copy, tower_local, written
 
-# What :func:`written.rule_of` says, in words.
+# The results of :func:`written.rule_of`, in words.
 _WORDS = {"sum": "sum", "mean": "mean by share of rows", "first": "tower 0's", "max": "largest",
           "min": "smallest"}
 
 
 def held_variable(variable: Any) -> Any:
-    """The TensorFlow variable that Keras' own holds, in whichever way."""
+    """The TensorFlow variable inside a variable of Keras; a plain TensorFlow variable itself."""
     if isinstance(variable, tf.Variable):
         return vars(variable).get("_variable", variable)
     return getattr(variable, "_value", getattr(variable, "_variable", variable))
@@ -56,5 +56,5 @@ def set_rule(strategy: tf.distribute.Strategy, variable: Any, rule: str) -> None
                         f"{held.name!r} is of dtype {held.dtype.name}.")
     held._extreme = rule
     if isinstance(held, tower_local.TowerLocalVariable):
-        # A value given from outside is each part's, and not one part's of a sum.
+        # So that a value assigned from outside of towers goes to each part, not to one part.
         held._aggregation = one_copy.Aggregation.ONLY_FIRST_REPLICA

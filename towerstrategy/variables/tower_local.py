@@ -1,7 +1,7 @@
 """Tower-local variables (``synchronization=ON_READ``, metrics): a part on every tower.
 
-Goes in: one resource variable a tower.  Comes out: one variable that reads and writes a tower's own
-part there, and is aggregated when it is read outside of towers.
+Goes in: one resource variable per tower.  Comes out: one variable.  A tower reads and writes its
+own part; a read outside of towers aggregates the parts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from towerstrategy.variables import one_copy
 
 
 class _TowerLocalSaveable(_tf.SyncOnReadSaveable):
-    """A tower-local variable in a checkpoint: one value, as of a variable on one device."""
+    """Saves a tower-local variable to a checkpoint as one value, as a variable on one device."""
 
     def restore(self, restored_tensors: Any, restored_shapes: Any) -> Any:
         del restored_shapes
@@ -29,28 +29,29 @@ class _TowerLocalSaveable(_tf.SyncOnReadSaveable):
 
 
 class TowerLocalVariable(_tf.SyncOnReadVariable):
-    """TensorFlow's ``SyncOnReadVariable``, but for two things.
+    """TensorFlow's ``SyncOnReadVariable``, with two differences.
 
-    A tower without rows leaves its part as it is, and a value given to a SUM variable from outside,
-    or restored, goes to tower 0's part whole (not 1/R to each), so that counts stay exact.
+    A tower without rows does not change its part.  A value that is assigned to a SUM variable from
+    outside of towers, or restored, goes to tower 0's part as a whole (not 1/R to each), so that
+    counts stay exact.
     """
 
     _extreme: str | None = None  # "max" or "min", see rules
-    # Of a sum on several machines: what steps that have all rows add to it, alike on all machines.
-    _alike: Any = None
-    # Whether parts other than the first may be no zero: a tower writes its own in `strategy.run`.
+    # For SUM with several machines: the part that steps with all rows write; equal on all machines.
+    _shared_part: Any = None
+    # Whether parts other than the first may be nonzero, because towers wrote in `strategy.run`.
     _has_parts = True
 
     def _get(self) -> Any:
-        part = self._part_here()
+        part = self._current_part()
         return super()._get() if part is None else part
 
-    def _part_here(self) -> Any:
-        """The part that a step reads and writes here; None where TensorFlow is to say."""
+    def _current_part(self) -> Any:
+        """The part to read and write in the current context; None to let TensorFlow choose."""
         tower = contexts.current_tower()
         if tower is not None:
             return self._values[tower.index]
-        return self._alike if contexts.has_all_rows() else None
+        return self._shared_part if contexts.has_all_rows() else None
 
     def _get_cross_replica(self) -> Any:
         if self._extreme is not None:
@@ -58,10 +59,10 @@ class TowerLocalVariable(_tf.SyncOnReadVariable):
             return merging.extreme_of_parts(self._extreme, [part.value() for part in self._values],
                                             workers)
         read = super()._get_cross_replica()
-        return read if self._alike is None else read + self._alike
+        return read if self._shared_part is None else read + self._shared_part
 
     def _get_on_device_or_primary(self) -> Any:
-        part = self._part_here()
+        part = self._current_part()
         return super()._get_on_device_or_primary() if part is None else part
 
     def assign(self, value: Any, use_locking: bool = False, name: Any = None,
@@ -69,21 +70,21 @@ class TowerLocalVariable(_tf.SyncOnReadVariable):
         if contexts.has_all_rows() or self._assigned_from_outside():
             return self._assign_for_all(value, read_value)
         self._has_parts = True
-        kept = self._kept_if_empty(value, lambda: self._get().value())
+        kept = self._neutral_if_empty(value, lambda: self._get().value())
         return super().assign(kept, use_locking, name, read_value)
 
     def spread(self, value: tf.Tensor, known_zero: bool = False) -> list[Any]:
-        """Writes the parts so that reading them together gives ``value``; returns the writes.
+        """Writes the parts so that their aggregate is ``value``; returns the writes.
 
-        ``known_zero`` says that of a sum all but one is zero, and no tower has to be waited for.
+        ``known_zero``: all parts of a sum but one are known to be zero, so they are not written.
         """
         writes = []
-        whole = self._values[0] if self._alike is None else self._alike
+        whole = self._values[0] if self._shared_part is None else self._shared_part
         rest = [] if known_zero else [part for part in self._values if part is not whole]
         for part in [whole, *rest]:
             with tf.device(part.device):
-                kept = value if part is whole or not self._is_total else tf.zeros_like(value)
-                writes.append(part.assign(kept, read_value=False))
+                own = value if part is whole or not self._is_total else tf.zeros_like(value)
+                writes.append(part.assign(own, read_value=False))
         return writes
 
     def _gather_saveables_for_checkpoint(self) -> dict[str, Any]:
@@ -99,9 +100,9 @@ class TowerLocalVariable(_tf.SyncOnReadVariable):
                                         read_value)
         if not self._assigned_from_outside():
             self._has_parts = True
-            kept = self._kept_if_empty(value, lambda: tf.zeros([], self.dtype))
+            kept = self._neutral_if_empty(value, lambda: tf.zeros([], self.dtype))
             return getattr(super(), method)(kept, use_locking, name, read_value)
-        if not self._distribute_strategy.extended.first_replica:  # the first tower's part takes it
+        if not self._distribute_strategy.extended.first_replica:  # the first tower's part only
             part = self._values[0]
             with tf.device(part.device):
                 getattr(_tf.ResourceVariable, method)(part, tf.cast(value, self.dtype),
@@ -113,18 +114,18 @@ class TowerLocalVariable(_tf.SyncOnReadVariable):
 
     @property
     def _is_total(self) -> bool:
-        """Whether the parts are added up, whoever has written them."""
+        """Whether a read adds up the parts."""
         return self.aggregation is one_copy.Aggregation.SUM
 
     def _assign_for_all(self, value: Any, read_value: bool) -> Any:
-        """In a step with all rows, and from outside: parts are to read as ``value`` together."""
+        """Assigns ``value`` to the aggregate, in a step with all rows or outside of towers."""
         contexts.writer_of(self)
         self.spread(tf.cast(tf.convert_to_tensor(value), self.dtype),
                     known_zero=(contexts.has_all_rows() and self._is_total and not self._has_parts))
         return self if read_value else None
 
-    def _kept_if_empty(self, value: Any, neutral: Callable[[], tf.Tensor]) -> Any:
-        """``value``, or what changes nothing in a tower that has no rows."""
+    def _neutral_if_empty(self, value: Any, neutral: Callable[[], tf.Tensor]) -> Any:
+        """``value``; in a tower without rows, ``neutral()``, which changes nothing."""
         tower = contexts.current_tower()
         if tower is None or not tower.may_be_empty:
             return value
@@ -132,15 +133,15 @@ class TowerLocalVariable(_tf.SyncOnReadVariable):
         return tf.where(tower.filled, value, neutral())
 
     def _assigned_from_outside(self) -> bool:
-        contexts.writer_of(self)  # which raises in a tower of another strategy
+        contexts.writer_of(self)  # raises in a tower of another strategy
         if _tf.is_saving_one_copy() or not self._is_total:
             return False
         context = tf.distribute.get_replica_context()
         return context is None or context.strategy is not self._distribute_strategy
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """The value that is read outside of towers, as NumPy asks for it."""
-        del copy  # what is read is nobody else's
+        """The aggregated value, for NumPy."""
+        del copy  # the value is always a new array
         return np.asarray(self.numpy(), dtype)
 
     def __repr__(self) -> str:
@@ -153,13 +154,13 @@ class TowerLocalVariable(_tf.SyncOnReadVariable):
 
 def make_tower_local(strategy: tf.distribute.Strategy,
                      variable: tf.Variable) -> TowerLocalVariable:
-    """A tower-local variable around an existing one: that becomes tower 0's part, state and all."""
+    """A tower-local variable whose part on tower 0 is an existing variable with its value."""
     parts = [variable]
     for number, device in enumerate(strategy.extended.worker_devices[1:], start=1):
         zero = variable.aggregation is one_copy.Aggregation.SUM
         value = tf.zeros_like(variable) if zero else tf.identity(variable)
         with tf.device(device), tf.init_scope():
-            # Not tf.Variable: in the scope it would become one with a copy of its own.
+            # Not tf.Variable: in the scope, that would make another variable of the strategy.
             parts.append(_tf.ResourceVariable(
                 value, trainable=variable.trainable, dtype=variable.dtype,
                 name=f"{variable.name.split(':')[0]}/tower_{number}"))
@@ -167,13 +168,14 @@ def make_tower_local(strategy: tf.distribute.Strategy,
 
 
 def tower_local(strategy: tf.distribute.Strategy, parts: list[tf.Variable],
-                 aggregation: tf.VariableAggregation) -> TowerLocalVariable:
+                aggregation: tf.VariableAggregation) -> TowerLocalVariable:
+    """A tower-local variable of ``strategy`` with these parts, one per tower."""
     variable = TowerLocalVariable(strategy, parts, aggregation)
     if tf.executing_eagerly():
         variable._has_parts = any(part.numpy().any() for part in parts[1:])
     if variable._is_total and strategy.extended.workers is not None:
         with tf.device(strategy.extended.merge_device), tf.init_scope():
-            variable._alike = _tf.ResourceVariable(tf.zeros(parts[0].shape, parts[0].dtype),
+            variable._shared_part = _tf.ResourceVariable(tf.zeros(parts[0].shape, parts[0].dtype),
                                                    trainable=False)
     strategy.extended.track(variable)
     return variable

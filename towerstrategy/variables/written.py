@@ -1,10 +1,10 @@
-"""The one value that a variable gets of what the towers write.
+"""Merges the values that the towers write to a variable.
 
-Goes in: a variable of which there is one copy, and a value, or the slices of one, a tower.  Comes
-out: what is written, on the variable's home:
+Goes in: a variable with one copy, and each tower's value, or slices.  Comes out: the value, or
+slices, to write, on the variable's home:
 
 =====================  ===================================================================
-aggregation            what is written
+aggregation            value written
 =====================  ===================================================================
 NONE, MEAN (floats)    the mean over the towers, each counted by its share of the batch
 NONE (other dtypes)    tower 0's value
@@ -12,14 +12,14 @@ SUM                    the sum over the towers that have rows
 ONLY_FIRST_REPLICA     tower 0's value
 =====================  ===================================================================
 
-A variable that merges extremes gets the largest, or smallest.
+With ``strategy.merge_rule``, it is the largest, or smallest, value.
 
-Scatter writes follow the same rules, slice by slice: SUM writes the slices of all towers, in order,
-as one device would have done; NONE of ``scatter_update``, ``_min`` and ``_max`` does so too (doing
-it twice changes nothing), and of ``scatter_mul`` and ``_div`` takes tower 0's.  A slice
-(``v[a:b].assign``) follows the table element by element, over the towers that have rows and wrote
-it.  A per-replica value that is written from outside the towers is merged by the rule of NONE,
-unless the aggregation is ONLY_FIRST_REPLICA.
+Scatter writes follow the same rules, slice by slice.  SUM writes the slices of all towers, in
+order, as one device does.  So does NONE for ``scatter_update``, ``_min`` and ``_max``, where
+writing a slice twice changes nothing; for ``scatter_mul`` and ``_div``, NONE writes tower 0's
+slices.  Assignments to a slice (``v[a:b].assign``) follow the table element by element, over the
+towers that have rows and wrote the element.  A per-replica value that is written from outside the
+towers is merged as for NONE, unless the aggregation is ONLY_FIRST_REPLICA.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ _STEPPING = ("scatter_add", "scatter_sub", "scatter_nd_add", "scatter_nd_sub")
 
 
 def rule_of(variable: Any, outside: bool = False) -> str:
-    """The row of the table that holds: ``"sum"``, ``"mean"``, ``"first"``, ``"max"``, ``"min"``.
+    """How values are merged: ``"sum"``, ``"mean"``, ``"first"``, ``"max"`` or ``"min"``.
 
-    ``outside`` says that a per-replica value is written from outside of the towers.
+    ``outside``: whether a per-replica value is written from outside of the towers.
     """
     if variable._extreme:
         return str(variable._extreme)
@@ -56,7 +56,7 @@ def rule_of(variable: Any, outside: bool = False) -> str:
 
 def value(variable: Any, values: Sequence[Any], shares: shares_lib.Shares,
           outside: bool = False) -> Any:
-    """What is written where each tower writes one of ``values``, or they are from outside."""
+    """The value to write if each tower writes one of ``values``; ``outside``: see rule_of."""
     rule = rule_of(variable, outside)
     with tf.device(homes_lib.home_of(variable)):
         if rule == "sum":
@@ -69,8 +69,10 @@ def value(variable: Any, values: Sequence[Any], shares: shares_lib.Shares,
 
 
 def total(variable: Any, tower: Any, value: Any) -> tf.Tensor | None:
-    """What is written where ``tower`` writes a value, of this machine's towers, on the home; None
-    where only a sync point can give it."""
+    """The sum, or mean, of the values that this machine's towers write, on the variable's home.
+
+    ``value`` is the value of ``tower``, the one being traced.  None if only a sync point can merge.
+    """
     rule = rule_of(variable)
     if rule not in ("sum", "mean"):
         return None
@@ -81,7 +83,7 @@ def total(variable: Any, tower: Any, value: Any) -> tf.Tensor | None:
 
 def slices(variable: Any, method_name: str, parts: Sequence[tf.IndexedSlices],
            shares: shares_lib.Shares, outside: bool = False) -> tf.IndexedSlices:
-    """The slices that ``method_name`` writes where each tower writes one of ``parts``."""
+    """The slices that ``method_name`` writes if each tower writes one of ``parts``."""
     aggregation, replaces = variable.aggregation, method_name in REPLACING
     if outside and aggregation is not Aggregation.ONLY_FIRST_REPLICA:
         aggregation = Aggregation.NONE
@@ -91,33 +93,34 @@ def slices(variable: Any, method_name: str, parts: Sequence[tf.IndexedSlices],
             "certain `tf.distribute.Strategy` scope) with NONE or `ONLY_FIRST_REPLICA` "
             f"aggregation, got: {aggregation}.")
     with tf.device(homes_lib.home_of(variable)):
-        kept = merging.filled_slices(parts, shares)
+        filled = merging.filled_slices(parts, shares)
         if aggregation is Aggregation.SUM or (
                 replaces and aggregation is not Aggregation.ONLY_FIRST_REPLICA):
-            return shares.across(merging.total(kept))
+            return shares.across(merging.total(filled))
         steps = method_name in _STEPPING or aggregation is Aggregation.MEAN
         if steps and rule_of(variable, outside) == "mean":
-            return merging.mean(kept, shares)
-        return shares.firsts(kept[0])
+            return merging.mean(filled, shares)
+        return shares.firsts(filled[0])
 
 
-def elements(variable: Any, places: Sequence[Any], values: Sequence[tf.Tensor],
+def elements(variable: Any, slices: Sequence[Any], values: Sequence[tf.Tensor],
              shares: shares_lib.Shares) -> tf.IndexedSlices:
-    """Of slices at ``places``, which differ, each element that is written, and its indices."""
+    """The merged elements, with their indices, if towers write ``values`` to different slices."""
     with tf.device(homes_lib.home_of(variable)):
         sizes = sizes_of(variable)
-        parts = [_elements(sizes, place, part) for place, part in zip(places, values)]
-        found = shares.firsts(parts[0]) \
+        parts = [_elements(sizes, each, value) for each, value in zip(slices, values)]
+        merged = shares.firsts(parts[0]) \
             if variable.aggregation is Aggregation.ONLY_FIRST_REPLICA \
             else _merged(rule_of(variable), parts, shares)
-        return tf.IndexedSlices(found.values, tf.transpose(tf.unravel_index(found.indices, sizes)))
+        return tf.IndexedSlices(merged.values,
+                                tf.transpose(tf.unravel_index(merged.indices, sizes)))
 
 
 def value_alone(variable: Any, values: list[Any], shares: shares_lib.Shares,
                 before: tf.Tensor) -> Any:
-    """What is written where each tower has written one for itself, see :mod:`alone`.
+    """The value to write if each tower has its own copy's value in ``values``, see :mod:`alone`.
 
-    ``before`` is the value that the variable had at the last sync point.
+    ``before`` is the variable's value at the last sync point.
     """
     rule = rule_of(variable)
     if rule == "first":
@@ -131,17 +134,17 @@ def value_alone(variable: Any, values: list[Any], shares: shares_lib.Shares,
 
 
 def sizes_of(variable: Any) -> tf.Tensor:
-    """The shape as an int64 vector."""
+    """The shape of ``variable`` as an int64 vector."""
     if variable.shape.is_fully_defined():
         return tf.constant(variable.shape.as_list(), tf.int64)
     return tf.shape(variable.read_value(), out_type=tf.int64)
 
 
-def shares_of(variable: Any, given: Any) -> shares_lib.Shares:
-    """The shares with which ``strategy.run`` computed a per-replica value; else equal ones."""
+def shares_of(variable: Any, value: Any) -> shares_lib.Shares:
+    """The shares of the ``strategy.run`` that returned a per-replica value; else equal shares."""
     extended = variable.distribute_strategy.extended
-    if isinstance(given, results.TowerResults):
-        return given.shares(extended.workers)
+    if isinstance(value, results.TowerResults):
+        return value.shares(extended.workers)
     return extended.equal_shares()
 
 
@@ -152,7 +155,7 @@ _SEGMENTS = {"sum": tf.math.unsorted_segment_sum, "max": tf.math.unsorted_segmen
 
 
 def nd_slices(shape: tf.Tensor, indices: Any, updates: tf.Tensor) -> tf.IndexedSlices:
-    """``scatter_nd`` indices and updates with one dimension in place of all but the last."""
+    """``scatter_nd`` indices and updates as slices: all dimensions but the last become one."""
     indices = tf.cast(indices, tf.int64)
     depth = tf.shape(indices)[-1]
     return tf.IndexedSlices(tf.reshape(updates, tf.concat([[-1], shape[depth:]], 0)),
@@ -160,13 +163,13 @@ def nd_slices(shape: tf.Tensor, indices: Any, updates: tf.Tensor) -> tf.IndexedS
 
 
 def batch_indices(indices: tf.Tensor) -> tf.Tensor:
-    """``batch_scatter_update`` indices as those of ``scatter_nd_update``."""
+    """Converts indices of ``batch_scatter_update`` to indices of ``scatter_nd_update``."""
     indices = tf.cast(indices, tf.int64)
     counts = [tf.range(tf.shape(indices, tf.int64)[axis]) for axis in range(indices.shape.rank)]
     return tf.stack([*tf.meshgrid(*counts, indexing="ij")[:-1], indices], -1)
 
 
-def are_alike(slices: Sequence[dict[str, Any]]) -> bool:
+def are_same(slices: Sequence[dict[str, Any]]) -> bool:
     """Whether the towers' slices (arguments of ``tf.strided_slice``) are known to be the same."""
     def known(part: Any) -> Any:
         value = part if isinstance(part, int) else tf.get_static_value(part)
@@ -177,19 +180,22 @@ def are_alike(slices: Sequence[dict[str, Any]]) -> bool:
         {name: known(part) for name, part in other.items()} == first for other in slices[1:])
 
 
-def _elements(shape: tf.Tensor, where: dict[str, Any], value: tf.Tensor) -> tf.IndexedSlices:
-    """The elements that a strided slice names, by their flat positions, and ``value`` for each."""
+def _elements(shape: tf.Tensor, part: dict[str, Any], value: tf.Tensor) -> tf.IndexedSlices:
+    """``value`` broadcast to the elements of a strided slice, by their positions in the flat array.
+
+    ``part`` has the arguments of ``tf.strided_slice``.
+    """
     numbers = tf.reshape(tf.range(tf.reduce_prod(shape)), shape)
-    positions = tf.strided_slice(numbers, **where)
+    positions = tf.strided_slice(numbers, **part)
     values = tf.broadcast_to(value, tf.shape(positions))
     return tf.IndexedSlices(tf.reshape(values, [-1]), tf.reshape(positions, [-1]))
 
 
 def _merged(rule: str, parts: Sequence[tf.IndexedSlices],
            shares: shares_lib.Shares) -> tf.IndexedSlices:
-    """Of each element one value of those of the towers that have rows and wrote it.
+    """Merges each element's values, over the towers that have rows and wrote the element.
 
-    ``parts`` are :func:`_elements` of each tower.  Of a mean what they agree on stays exactly that.
+    ``parts`` has each tower's :func:`_elements`.  A mean of equal values is exactly this value.
     """
     filled = merging.filled_slices(parts, shares)
     if rule == "mean":
@@ -197,17 +203,17 @@ def _merged(rule: str, parts: Sequence[tf.IndexedSlices],
             shares.each[tower], part.values.dtype))], 1), part.indices)
             for tower, part in enumerate(filled)]
     written = shares.across(merging.total(filled))
-    positions, place = tf.unique(written.indices)
+    positions, segment = tf.unique(written.indices)
     count = tf.size(positions)
     if rule in _SEGMENTS:
-        return tf.IndexedSlices(_SEGMENTS[rule](written.values, place, count), positions)
+        return tf.IndexedSlices(_SEGMENTS[rule](written.values, segment, count), positions)
     firsts = tf.gather(written.values, tf.math.unsorted_segment_min(
-        tf.range(tf.size(place)), place, count))
+        tf.range(tf.size(segment)), segment, count))
     if rule == "first":
         return tf.IndexedSlices(firsts, positions)
     values, share = tf.unstack(written.values, axis=1)
-    sums = tf.math.unsorted_segment_sum(tf.stack([values * share, share], 1), place, count)
+    sums = tf.math.unsorted_segment_sum(tf.stack([values * share, share], 1), segment, count)
     differ = tf.math.unsorted_segment_max(
-        tf.cast(values != tf.gather(firsts[:, 0], place), tf.int32), place, count) > 0
+        tf.cast(values != tf.gather(firsts[:, 0], segment), tf.int32), segment, count) > 0
     return tf.IndexedSlices(tf.where(differ, tf.math.divide_no_nan(sums[:, 0], sums[:, 1]),
                                      firsts[:, 0]), positions)
