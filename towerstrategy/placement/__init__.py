@@ -1,1 +1,1 @@
-"""What was asked for -> who does what, where: devices, homes."""
+"""The user's arguments -> devices of towers, merging and variables."""

@@ -1,7 +1,7 @@
-"""The argument ``shares``: what each tower is to get of every batch.
+"""The argument ``shares``: how each batch's rows are divided over the towers.
 
-Goes in: ``shares`` as given to ``TowerStrategy``, and the tower devices.  Comes out: a number a
-tower, checked.  Numbers are compared over the towers of all machines.
+Goes in: ``shares`` as given to ``TowerStrategy``, and the towers' devices.  Comes out: one valid
+number per replica.  Only their proportions over the towers of all machines matter.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _CHOICES = f'None, a list of a number for each device, "{MEASURED}" or "{MEMORY}
 
 def checked(shares: Any, towers: Sequence[str],
             micro_batches: int = 1) -> tuple[float, ...] | None:
-    """The shares of the replicas of ``towers`` to begin with; None where none were asked for.
+    """The initial shares of the replicas of ``towers``; None if ``shares`` is None.
 
-    A tower's micro-batches, each a replica, share alike.
+    A tower's micro-batches, each of which is a replica, have equal shares.
     """
     if shares is None:
         return None

@@ -1,6 +1,6 @@
 """Whether a strategy is a TowerStrategy, for the modules below :mod:`strategy`.
 
-Goes in: any strategy.  Comes out: yes or no.
+Goes in: any strategy.  Comes out: a bool.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from typing import Any
 
 import tensorflow as tf
 
-# Whether there has been a strategy whose towers have stages: what those need is hooked only then.
+# Whether a strategy whose towers have stages was ever made: only then are its hooks installed.
 staged = False
 
 
 class Kind(tf.distribute.Strategy):
-    """The base of ``TowerStrategy``, by which it is known."""
+    """The base class of ``TowerStrategy``."""
 
 
 def is_tower_strategy(strategy: Any) -> bool:

@@ -1,7 +1,7 @@
-"""Names of devices: what a user may write for one, and the full name of the one that is there.
+"""Names of devices: from what users write to the full name of an existing device.
 
-Goes in: a string, an id or a device as ``tf.config`` lists them.  Comes out: a full device name, or
-an error that names the argument, what was given and which devices there are.
+Goes in: a device string, a GPU id or a device from ``tf.config``.  Comes out: a full device name,
+or an error with the argument's name, the value given and the existing devices.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _HERE = tf.DeviceSpec(job="localhost", replica=0, task=0)
 
 
 def whole_number(argument: str, value: Any) -> int:
-    """``value`` as an int, for ints, NumPy ints and whole floats (R has no other numbers)."""
+    """``value`` as an int; accepts ints, NumPy ints and whole floats (R passes only floats)."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise refused.wrong_type(argument, value, "a whole number")
     if isinstance(value, numbers.Integral):
@@ -30,7 +30,7 @@ def whole_number(argument: str, value: Any) -> int:
 
 
 def count(argument: str, value: Any, most: int, what: str) -> int:
-    """``value`` as an int from 1 to ``most``; ``what`` says what it is, in words."""
+    """``value`` as an int from 1 to ``most``; ``what`` describes the argument, in words."""
     number = whole_number(argument, value)
     if not 1 <= number <= most:
         bound = "at least 1" if number < 1 else f"at most {most}"
@@ -45,6 +45,7 @@ def short_name(device: str) -> str:
 
 
 def kind_of(device: str) -> str:
+    """The type of a device: ``CPU`` or ``GPU``."""
     return str(tf.DeviceSpec.from_string(device).device_type)
 
 
@@ -58,12 +59,12 @@ def gpu_count() -> int:
 
 
 def is_listed(value: Any) -> bool:
-    """Whether ``value`` is a device as ``tf.config`` lists them."""
+    """Whether ``value`` is a logical or physical device from ``tf.config``."""
     return isinstance(value, (tf.config.LogicalDevice, tf.config.PhysicalDevice))
 
 
 def tower_name(item: Any, argument: str = "devices") -> str:
-    """The full name of a tower's device: a string, a GPU id or a listed device."""
+    """The full name of a tower's device, given as a string, a GPU id or a device object."""
     name = item.name if is_listed(item) else item
     if not isinstance(name, str):
         try:
@@ -75,15 +76,15 @@ def tower_name(item: Any, argument: str = "devices") -> str:
     return full_name(name, argument, item)
 
 
-def full_name(name: str, argument: str, given: Any) -> str:
-    """The full name of a device that exists."""
+def full_name(name: str, argument: str, value: Any) -> str:
+    """The full name of the existing device ``name``; errors show the argument and its value."""
     text = name if name.startswith("/") else f"/{name}"
     try:
         spec = tf.DeviceSpec.from_string(text)
     except ValueError:
         spec = tf.DeviceSpec()
     if spec.device_type is None or "*" in text:
-        raise ValueError(f'{argument} has {given!r}, which is no device string such as "GPU:0" or '
+        raise ValueError(f'{argument} has {value!r}, which is no device string such as "GPU:0" or '
                          f'"/device:CPU:1". {_possible(argument)}')
     kind, index = spec.device_type.upper(), spec.device_index or 0
     wanted = spec.replace(device_type=kind, device_index=index)
@@ -91,17 +92,17 @@ def full_name(name: str, argument: str, given: Any) -> str:
         wanted = tf.DeviceSpec(device_type=kind, device_index=index)
     for device in tf.config.list_logical_devices(kind):
         if not device.name.endswith(f":{index}"):
-            continue  # many towers look through many devices
+            continue  # cheaper than parsing the name; many towers compare with many devices
         local = _HERE.make_merged_spec(tf.DeviceSpec.from_string(device.name))
         if local.make_merged_spec(wanted) == local:
             return local.to_string()
     where = "on another machine" if wanted.job or wanted.task else "not there"
-    raise ValueError(f"{argument} names {given!r} ({kind}:{index}), which is {where}. "
+    raise ValueError(f"{argument} names {value!r} ({kind}:{index}), which is {where}. "
                      f"{_possible(argument)}")
 
 
 def _possible(argument: str) -> str:
-    """What an argument may be, and how to get towers where there is no GPU."""
+    """The possible values of an argument, and how to make towers without a GPU."""
     if argument == "merge_device":
         return (f'merge_device must be None, "cpu", "{BALANCED}" or a device string. '
                 f"{devices_here()}")
@@ -111,7 +112,7 @@ def _possible(argument: str) -> str:
 
 
 def devices_here() -> str:
-    """The devices that there are, in words."""
+    """The existing devices, in words."""
     names = [short_name(device.name) for device in tf.config.list_logical_devices()
              if device.device_type in ("CPU", "GPU")]
     return f"The devices here: {', '.join(names)}."

@@ -1,7 +1,7 @@
-"""Which GPUs reach each other's memory, over NVLink or PCI Express, without the host.
+"""Which GPUs can access each other's memory (over NVLink or PCI Express), without the host.
 
-Goes in: nothing; CUDA's driver is asked, as TensorFlow says it of no public name.  Comes out: for
-each GPU the numbers of those that it reaches.
+Goes in: nothing; CUDA's driver is asked, as TensorFlow has no public function for it.  Comes out:
+for each GPU, the numbers of the GPUs whose memory it can access.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ DRIVER = "libcuda.so.1"
 
 @functools.cache
 def reached() -> Mapping[int, frozenset[int]]:
-    """For each of TensorFlow's GPUs those that it reaches; empty where that is not known.
+    """For each logical GPU, the GPUs whose memory it can access; empty if unknown.
 
-    So it is with other makers' GPUs, and where several of TensorFlow's are one.
+    It is unknown for GPUs of other makers, and if a physical GPU is several logical ones.
     """
     visible = tf.config.get_visible_devices("GPU")
     if len(tf.config.list_logical_devices("GPU")) != len(visible):
@@ -33,13 +33,14 @@ def reached() -> Mapping[int, frozenset[int]]:
 
 
 def of_driver(driver: Any, numbers: Sequence[int]) -> Mapping[int, frozenset[int]]:
-    """The same of GPUs of these numbers of CUDA's, which are TensorFlow's in this order."""
+    """:func:`reached`, by CUDA's driver; ``numbers`` has CUDA's number of each logical GPU."""
     handles = [ctypes.c_int() for _ in numbers]
     failed = driver.cuInit(0) or any(driver.cuDeviceGet(ctypes.byref(handle), number)
                                      for handle, number in zip(handles, numbers))
-    can, found = ctypes.c_int(), {}
-    for place, one in enumerate(handles if not failed else ()):
-        found[place] = frozenset(
-            number for number, other in enumerate(handles) if number != place
-            and not driver.cuDeviceCanAccessPeer(ctypes.byref(can), one, other) and can.value)
-    return found
+    can_access, peers = ctypes.c_int(), {}
+    for index, handle in enumerate(handles if not failed else ()):
+        peers[index] = frozenset(
+            other for other, peer in enumerate(handles) if other != index
+            and not driver.cuDeviceCanAccessPeer(ctypes.byref(can_access), handle, peer)
+            and can_access.value)
+    return peers

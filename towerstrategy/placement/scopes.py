@@ -1,7 +1,7 @@
-"""The name scopes of what towers, and their stages, do.
+"""The name scopes of the operations of towers and stages.
 
 Goes in: a tower's number and device, or the name of an operation.  Comes out: the scope of the
-tower's operations, by which errors and profiles name the tower; or the name without such scopes.
+tower's operations, which errors and profiles show; or the name without such scopes.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import re
 
 from towerstrategy.placement import names
 
-# What is done once, and in it what the optimizer does with the merged gradients.
+# The scope of operations that run once, and the scope in it of those that only writes need.
 ONCE, UPDATE = "merge", "tower_update"
 STAGE = "tower_stage_"
-GRADIENTS = "gradient_tape/"  # TensorFlow's, of all that a tape records
+GRADIENTS = "gradient_tape/"  # TensorFlow's scope of the gradients of a tape
 TOWER = re.compile(r"\btower_(\d+)_[A-Z]+_\d+\b")
 _OWN = re.compile(rf"tower_\d+_[A-Z]+_\d+|{ONCE}|{UPDATE}(_\d+)?|{STAGE}\d+(_\d+)?")
 _OWNER = re.compile(rf"{TOWER.pattern}|\b{UPDATE}\b")
@@ -26,7 +26,7 @@ def of_tower(tower: int, device: str) -> str:
 
 
 def plain_name(name: str) -> str:
-    """The name of an operation, or of a scope, as it is on one device.
+    """The name that an operation, or a scope, has on one device: without our scopes.
 
     >>> plain_name("tower_1_CPU_2/dense/MatMul")
     'dense/MatMul'
@@ -35,7 +35,7 @@ def plain_name(name: str) -> str:
 
 
 def owner_in(name: str) -> str:
-    """Whose work an operation is: a tower's, by its scope; the optimizer's; or "", as that of both.
+    """The tower's scope, or the update's, in an operation's name; "" if it is in neither.
 
     >>> owner_in("gradient_tape/tower_1_CPU_2/dense/MatMul"), owner_in("merge/AddN")
     ('tower_1_CPU_2', '')
@@ -45,6 +45,6 @@ def owner_in(name: str) -> str:
 
 
 def stage_in(name: str) -> int | None:
-    """The stage in an operation's name scope; of several, the inner one's."""
+    """The stage in an operation's name; of several, the innermost; None if there is none."""
     found = _STAGE.findall(name)
     return int(found[-1]) if found else None

@@ -1,7 +1,8 @@
-"""What several machines are to one of them: the seam at which ``extras/machines/`` hangs.
+"""The core's interface to several machines, which ``extras/machines/`` implements.
 
-Goes in: one value a machine, or what this machine has of a dataset.  Comes out: what is the same on
-all.  Whatever merges or splits takes a :class:`Workers`, or None with a single machine.
+Goes in: this machine's values, or a dataset.  Comes out: values merged over the machines, or this
+machine's part of the dataset.  Code that merges or splits takes a :class:`Workers`, or None with a
+single machine.
 """
 
 from __future__ import annotations
@@ -13,18 +14,18 @@ import tensorflow as tf
 
 
 class Workers(Protocol):
-    """The workers of one strategy: all must call its methods in the same order."""
+    """The workers of one strategy; all of them must call its methods in the same order."""
 
     count: int  # how many workers there are
     index: int  # this worker's number
     towers: int  # how many towers this worker has
-    first: int  # the number, among all towers, of this worker's first
+    first: int  # the number of this worker's first tower among the towers of all workers
     replicas: int  # how many towers all workers have
     units: tuple[int, ...] | None  # the shares of all towers; None where all are equal
 
     @property
     def is_chief(self) -> bool:
-        """Whether this is worker 0, whose initial values and files count."""
+        """Whether this is worker 0, which gives the initial values and writes files."""
         return self.index == 0
 
     def sum(self, values: Sequence[Any]) -> list[Any]:
@@ -37,10 +38,10 @@ class Workers(Protocol):
         """The workers' values concatenated along ``axis``, in the workers' order."""
 
     def gather_rows(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Each of ``values`` gathered along its first dimension; rows may differ in number."""
+        """Each of ``values`` gathered along its first dimension; their row counts may differ."""
 
     def cuts_of(self, units: Any) -> Callable[[Any], Any]:
-        """Cuts a batch that every worker has by the shares of all towers, see ``rows.CutRows``."""
+        """A ``rows.CutRows`` for batches that every worker has, by the shares of all towers."""
 
     def shard_dataset(self, dataset: tf.data.Dataset, ready: int, in_order: bool,
                       measured: Any = None) -> Any:
