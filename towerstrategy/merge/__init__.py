@@ -1,1 +1,1 @@
-"""R results -> one: shares, sums, gradients, reductions, results."""
+"""The towers' results -> one result: shares, sums, gradients, reductions."""

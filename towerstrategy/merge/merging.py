@@ -1,8 +1,8 @@
-"""R results -> one, on the merge device: sum, mean and concatenation, dense and sparse.
+"""The towers' values -> one value: sum, mean, extreme and concatenation, dense and sparse.
 
-Goes in: what the towers computed, one tensor or ``tf.IndexedSlices`` a tower, and the towers'
-:class:`shares.Shares`.  Comes out: one of them, on the device asked for.  Slices stay slices, in
-the towers' order, which is that of a single device.
+Goes in: a tensor or ``tf.IndexedSlices`` per tower, and the towers' :class:`shares.Shares`.  Comes
+out: one tensor or slices, on the current device.  Slices stay slices, in the towers' order, which
+is the order of a single device.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ def total(values: Sequence[Value]) -> Value:
 
 
 def divided(value: Value, count: int | None) -> Value:
-    """``value / count``, of integers as float64; ``value`` itself where that is None."""
-    return value if count is None else _changed(lambda values: values / count, value)
+    """``value / count``, a float64 for integers; ``value`` itself if ``count`` is None."""
+    return value if count is None else _map(lambda values: values / count, value)
 
 
-def _changed(change: Callable[[tf.Tensor], tf.Tensor], value: Value) -> Value:
-    """What ``change`` makes of a tensor; of slices it changes the values."""
+def _map(fn: Callable[[tf.Tensor], tf.Tensor], value: Value) -> Value:
+    """``fn`` applied to a tensor, or to the values of slices."""
     if isinstance(value, tf.IndexedSlices):
-        return tf.IndexedSlices(change(value.values), value.indices, value.dense_shape)
-    return change(value)
+        return tf.IndexedSlices(fn(value.values), value.indices, value.dense_shape)
+    return fn(value)
 
 
 def mean(values: Sequence[Value], shares: shares_lib.Shares) -> Value:
-    """The mean of the towers' values, each counted by its tower's share of rows.
+    """The mean of the towers' values, weighted by the towers' shares.
 
-    What the towers agree on it is exactly, element by element; empty towers count for nothing,
-    whatever they computed.
+    Where all towers have the same element, the mean is exactly this element.  Towers without rows
+    do not count, whatever their values.
     """
-    if shares.workers is None and not shares.may_be_empty and _are_one(values):
+    if shares.workers is None and not shares.may_be_empty and _are_identical(values):
         return values[0]
     values = without_empty(values, shares)
     weighted = shares.across(total(list(map(_times, values, shares.each))))
@@ -61,8 +61,8 @@ def mean(values: Sequence[Value], shares: shares_lib.Shares) -> Value:
     return tf.where(agree, base, weighted)
 
 
-def _are_one(values: Sequence[Value]) -> bool:
-    """Whether all towers have the same tensors."""
+def _are_identical(values: Sequence[Value]) -> bool:
+    """Whether all towers have the same tensor objects."""
     first, *others = ([id(part) for part in tf.nest.flatten(value, expand_composites=True)]
                       for value in values)
     return all(parts == first for parts in others)
@@ -72,37 +72,37 @@ EXTREMES = {"max": (tf.maximum, tf.reduce_max), "min": (tf.minimum, tf.reduce_mi
 
 
 def extreme(rule: str, values: Sequence[Value], shares: shares_lib.Shares) -> Value:
-    """Element by element the largest, or smallest, of the values of the towers that have rows.
+    """The largest, or smallest, of the values of the towers with rows, element by element.
 
-    ``values`` are one a tower; what stands behind these counts in any case.
+    ``values`` has one value per tower; further values behind these always count.
     """
     towers = len(shares.here)
     base = first_of_filled(values[:towers], shares)
-    kept = [tf.where(shares.filled[tower], value, base) if shares.may_be_empty else value
-            for tower, value in enumerate(values[:towers])]
-    return extreme_of_parts(rule, [*kept, *values[towers:]], shares.workers)
+    parts = [tf.where(shares.filled[tower], value, base) if shares.may_be_empty else value
+             for tower, value in enumerate(values[:towers])]
+    return extreme_of_parts(rule, [*parts, *values[towers:]], shares.workers)
 
 
 def extreme_of_parts(rule: str, parts: Sequence[Value], workers: Any) -> Value:
-    """The same, where all of ``parts`` count, over all machines."""
+    """The largest, or smallest, of ``parts``, of all machines, element by element."""
     pick, pick_rows = EXTREMES[rule]
     here = functools.reduce(pick, parts)
     return here if workers is None else pick_rows(workers.gather(here[tf.newaxis]), 0)
 
 
 def first_of_filled(values: Sequence[Value], shares: shares_lib.Shares) -> Value:
-    """The value of the first of this machine's towers that has rows; tower 0's if none has."""
+    """The value of this machine's first tower with rows; of its first tower if none has rows."""
     if not shares.may_be_empty:
         return values[0]
-    found = values[0]
+    first = values[0]
     for tower in reversed(range(len(values))):
-        found = tf.where(shares.filled[tower], values[tower], found)
-    return found
+        first = tf.where(shares.filled[tower], values[tower], first)
+    return first
 
 
 def filled_slices(values: Sequence[tf.IndexedSlices],
                   shares: shares_lib.Shares) -> list[tf.IndexedSlices]:
-    """The towers' slices, none at all of a tower that has no rows."""
+    """The towers' slices; no slices for towers without rows."""
     return list(map(shares_lib.slices_if, shares.filled, values))
 
 
@@ -126,20 +126,21 @@ def concat(values: Sequence[Value], axis: int) -> Any:
 
 
 def _times(value: Value, share: Any) -> Value:
-    return _changed(lambda part: part * tf.cast(share, part.dtype), value)
+    return _map(lambda part: part * tf.cast(share, part.dtype), value)
 
 
 def without_empty(values: Sequence[Value], shares: shares_lib.Shares) -> list[Value]:
-    """The towers' values, with zeros in place of those of towers that have no rows."""
+    """The towers' values; zeros for towers without rows."""
     return list(map(kept, shares.filled, values) if shares.may_be_empty else values)
 
 
 def kept(filled: Any, value: Value) -> Value:
-    """``value``, or zeros where not ``filled`` (a bool or a scalar bool tensor)."""
-    return _changed(lambda part: tf.where(filled, part, tf.zeros_like(part)), value)
+    """``value`` if ``filled`` (a bool or a scalar bool tensor), else zeros."""
+    return _map(lambda part: tf.where(filled, part, tf.zeros_like(part)), value)
 
 
 def _concatenated(values: Sequence[Value]) -> tf.IndexedSlices:
+    """The slices of all values, in order; a dense tensor counts as slices of all its rows."""
     dtype = next(value.indices.dtype for value in values if isinstance(value, tf.IndexedSlices))
     sparse = [value if isinstance(value, tf.IndexedSlices) else _as_slices(value, dtype)
               for value in values]
@@ -154,7 +155,7 @@ def _as_slices(value: tf.Tensor, dtype: tf.DType) -> tf.IndexedSlices:
 
 
 def numbers(parts: Sequence[Any]) -> list[Any]:
-    """``parts``; Keras 3's loss of no rows, a vector of none, is zero where others are numbers."""
+    """``parts``; an empty vector becomes 0 if the others are scalars: Keras 3's loss of no rows."""
     ranks = {getattr(getattr(part, "shape", None), "rank", None) for part in parts}
     return [tf.reduce_sum(part) if ranks == {0, 1} and part.shape == [0] else part
             for part in parts]
@@ -162,35 +163,35 @@ def numbers(parts: Sequence[Any]) -> list[Any]:
 
 def gradients(per_variable: Sequence[Sequence[Value | None] | None], devices: Sequence[str],
               shares: shares_lib.Shares, rules: Sequence[str] = ()) -> list[Value | None]:
-    """Merges each variable's gradients where the variable lives.
+    """Merges each variable's gradients on its device.
 
-    A tower without rows adds nothing, even where its gradient is NaN.
+    A tower without rows adds nothing, even if its gradient is NaN.
 
     Args:
-      per_variable: for each variable its gradients, one a tower, or None (no gradient).
-      devices: for each variable the device to merge on.
+      per_variable: for each variable, the towers' gradients (a tower may have None), or None.
+      devices: for each variable, the device to merge on.
       shares: the shares of this step's batch.
-      rules: for each variable "sum" (of all where there are none), "agreed" or "max"; "total" where
-        each tower's is this machine's sum.
+      rules: for each variable, "sum" (the default), "agreed" (a mean) or "max"; or "total": each
+        tower has this machine's sum already.
     """
     rules = rules or ["sum"] * len(devices)
 
-    def merged_by(rule: str, values: Sequence[Value | None]) -> Value:
-        # In eager code not all towers come to it, such as one without rows in a loop over these.
-        there = next(value for value in values if value is not None)
+    def merge(rule: str, values: Sequence[Value | None]) -> Value:
+        # In eager code a tower may have no gradient: without rows, a loop over rows never runs.
+        first = next(value for value in values if value is not None)
         if rule == "total":
-            return there
-        full = [kept(False, there) if value is None else value for value in values]
+            return first
+        full = [kept(False, first) if value is None else value for value in values]
         if rule == "sum":
             return total(without_empty(full, shares))
         if rule == "agreed":
-            return there if _are_one(full) else mean(full, shares)
+            return first if _are_identical(full) else mean(full, shares)
         return extreme(rule, full, shares)
 
     merged: list[Value | None] = []
     for values, device, rule in zip(per_variable, devices, rules):
         with tf.device(device):
-            merged.append(None if values is None else merged_by(rule, values))
+            merged.append(None if values is None else merge(rule, values))
     if shares.workers is None:
         return merged
     summed = shares.workers.sum([value if rule in ("sum", "total") else None

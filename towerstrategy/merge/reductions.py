@@ -1,7 +1,7 @@
-"""``strategy.reduce``, ``gather``, ``extended.update``: values handed over outside of towers.
+"""``strategy.reduce``, ``gather``, ``extended.update``: merging values outside of towers.
 
-Goes in: per-replica values, and where they are wanted.  Comes out: one value there, over the towers
-of all machines.
+Goes in: per-replica values, and destinations.  Comes out: one value, merged over the towers of all
+machines, on each destination's device.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from towerstrategy.placement.workers import Workers
 
 
 def the_one(number: int, structured: Any) -> Any:
-    """Arguments for a variable with one copy: a value that differs between towers has no place."""
+    """Arguments of an update of a variable with one copy; raises for per-replica values."""
     for leaf in tf.nest.flatten(structured):
         if isinstance(leaf, _tf.PerReplica):
             raise ValueError(
@@ -30,10 +30,10 @@ def the_one(number: int, structured: Any) -> Any:
 
 
 def _parts(value: Any, reduce_op: Any) -> tuple[Any, list[Any] | None]:
-    """``value``, or of one that differs between the towers what each of them has.
+    """``value``, and the towers' values if it is per-replica, else None.
 
     Raises:
-      ValueError: it is the same on all towers, and so has no sum over them.
+      ValueError: for a mirrored value, which is the same on all towers, unless the op is a mean.
     """
     if isinstance(value, _tf.SyncOnReadVariable):
         return value, [part.value() for part in value._values]
@@ -42,12 +42,12 @@ def _parts(value: Any, reduce_op: Any) -> tuple[Any, list[Any] | None]:
             return value, None
         raise ValueError(f"A mirrored value {value} cannot be reduced with the given reduce op "
                          f"{reduce_op}.")
-    differs = isinstance(value, tf.distribute.DistributedValues)
-    return value, merging.numbers(value.values) if differs else None
+    is_per_replica = isinstance(value, tf.distribute.DistributedValues)
+    return value, merging.numbers(value.values) if is_per_replica else None
 
 
 def reduce_one(reduce_op: Any, value: Any, destinations: Any, count: int) -> Any:
-    """Reduces over the towers of a single machine."""
+    """Reduces ``value`` over the towers of a single machine; ``count``: the number of towers."""
     value, parts = _parts(value, reduce_op)
     if parts is not None:
         number = len(parts) if reduce_op == tf.distribute.ReduceOp.MEAN else None
@@ -64,9 +64,9 @@ def reduce_one(reduce_op: Any, value: Any, destinations: Any, count: int) -> Any
 
 
 def reduce_across(workers: Workers, reduce_op: Any, pairs: Any) -> list[Any]:
-    """Reduces over the towers of all machines: first on each, then all values at once."""
+    """Reduces over all machines: first on each machine, then all values by one collective."""
     leaves = [_parts(leaf, reduce_op) for value, _ in pairs for leaf in tf.nest.flatten(value)]
-    # A value that is not per-replica is one a machine, as in MultiWorkerMirroredStrategy.
+    # Each machine has one value that is not per-replica, as in MultiWorkerMirroredStrategy.
     totals = workers.sum([
         None if isinstance(leaf, _tf.Mirrored) else leaf if parts is None else merging.total(parts)
         for leaf, parts in leaves])
@@ -78,35 +78,35 @@ def reduce_across(workers: Workers, reduce_op: Any, pairs: Any) -> list[Any]:
             yield tf.nest.map_structure(
                 tf.identity, leaf if total is None else merging.divided(total, number))
 
-    left = reduced()
+    results = reduced()
     return [onto(destinations, functools.partial(
-        tf.nest.map_structure, lambda _: next(left), value)) for value, destinations in pairs]
+        tf.nest.map_structure, lambda _: next(results), value)) for value, destinations in pairs]
 
 
 def gather(value: Any, destinations: Any, axis: int, workers: Workers | None) -> Any:
     """The values of all towers concatenated along ``axis``."""
-    differs = isinstance(value, tf.distribute.DistributedValues)
-    if workers is None and not differs:
+    is_per_replica = isinstance(value, tf.distribute.DistributedValues)
+    if workers is None and not is_per_replica:
         return value
 
-    def made() -> Any:
-        here = merging.concat(value.values, axis) if differs else value
+    def gathered() -> Any:
+        here = merging.concat(value.values, axis) if is_per_replica else value
         return here if workers is None else workers.gather(here, axis)
 
-    return onto(destinations, made)
+    return onto(destinations, gathered)
 
 
 def onto(destinations: Any, make: Callable[[], Any]) -> Any:
-    """What ``make`` makes, on each device that ``destinations`` names."""
-    where = _devices_of(destinations)
-    with tf.device(where[0]):
-        made = make()
-    if len(where) == 1:
-        return made
-    copies = [made]
-    for device in where[1:]:
+    """The result of ``make()``; mirrored if ``destinations`` has several devices."""
+    devices = _devices_of(destinations)
+    with tf.device(devices[0]):
+        result = make()
+    if len(devices) == 1:
+        return result
+    copies = [result]
+    for device in devices[1:]:
         with tf.device(device):
-            copies.append(tf.nest.map_structure(tf.identity, made, expand_composites=True))
+            copies.append(tf.nest.map_structure(tf.identity, result, expand_composites=True))
     return _tf.Mirrored(copies)
 
 

@@ -1,8 +1,8 @@
-"""What the towers returned, which knows the rows that it was computed from.
+"""Results of ``strategy.run``, which keep the shares of their batch.
 
-Goes in: one value a tower, and the shares of the batch.  Comes out: :class:`TowerResults`, and the
-shares of a call that is given some.  A result whose first dimension is the tower's rows (an
-augmented batch) is a batch again; scalars, and vectors of another length, are not.
+Goes in: each tower's result, and the shares of the batch.  Comes out: :class:`TowerResults`, and
+the shares of another call that gets results as arguments.  A result whose first dimension is the
+tower's rows (an augmented batch) is a batch again; scalars, and vectors of another length, are not.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from towerstrategy.placement.workers import Workers
 
 
 class ResultsSpec(_tf.PerReplicaSpec):
-    """The type spec of results that may be rows: one spec a tower, then the row counts'.
+    """The type spec of results that may be a batch: one spec per tower, then the row counts'.
 
-    Other results have the plain ``PerReplicaSpec``, and so have those of equal rows.
+    Other results, and results of towers with equal rows, have a plain ``PerReplicaSpec``.
     """
 
     value_type = property(lambda _: TowerResults)
@@ -34,9 +34,9 @@ class ResultsSpec(_tf.PerReplicaSpec):
 
 
 class TowerResults(_tf.PerReplica):
-    """What the towers returned, with the shares of the batch they returned it for.
+    """The towers' results, with the shares of their batch.
 
-    ``counts`` are, in place of ``shares``, the rows of all towers, an int64 vector.
+    Instead of ``shares``, ``counts`` may have the row counts of all towers, an int64 vector.
     """
 
     def __init__(self, values: Any, shares: shares_lib.Shares | None = None,
@@ -45,18 +45,18 @@ class TowerResults(_tf.PerReplica):
         self._shares, self._counts = shares, counts
 
     def with_values(self, values: Any) -> TowerResults:
-        """Other values of the same batch."""
+        """``values`` as results of the same batch."""
         return TowerResults(values, self._shares, self._counts)
 
     def shares(self, workers: Workers | None) -> shares_lib.Shares:
         """The batch's shares."""
-        # Not kept: the tensors are of the graph in which they are asked for.
+        # Made from counts at each call, because their tensors belong to the current graph.
         return self._shares or shares_lib.Shares.of_counts(self._counts, workers)
 
     @property
     def counts(self) -> tf.Tensor:
-        """The rows of all towers, an int64 vector."""
-        # Where they came in as a tensor, that one: TensorFlow looks whether arguments have changed.
+        """The row counts of all towers, an int64 vector."""
+        # The given tensor itself, if any: TensorFlow checks whether arguments were changed.
         return self._counts if self._shares is None else self._shares.counts()
 
     @property
@@ -70,63 +70,63 @@ class TowerResults(_tf.PerReplica):
         return ResultsSpec(*specs, tf.TensorSpec([count], tf.int64))
 
 
-def map_tensors(change: Callable[[Any], Any], nest: Any) -> Any:
-    """``nest`` with what ``change`` makes of each tensor and operation, those in composite and
-    distributed values among them."""
-    def changed(leaf: Any) -> Any:
+def map_tensors(fn: Callable[[Any], Any], nest: Any) -> Any:
+    """Applies ``fn`` to each tensor and operation in ``nest``, also in composite and distributed
+    values."""
+    def mapped(leaf: Any) -> Any:
         if isinstance(leaf, (tf.Tensor, tf.Operation)):
-            return change(leaf)
+            return fn(leaf)
         if isinstance(leaf, (_tf.PerReplica, _tf.Mirrored)) and not _tf.is_variable(leaf):
-            values = [map_tensors(change, part) for part in leaf.values]
+            values = [map_tensors(fn, part) for part in leaf.values]
             return leaf.with_values(values) if isinstance(leaf, TowerResults) \
                 else type(leaf)(values)
         if isinstance(leaf, _tf.CompositeTensor) and not _tf.is_variable(leaf):
-            return tf.nest.map_structure(change, leaf, expand_composites=True)
+            return tf.nest.map_structure(fn, leaf, expand_composites=True)
         return leaf
 
-    return tf.nest.map_structure(changed, nest)
+    return tf.nest.map_structure(mapped, nest)
 
 
 def tensors_in(nest: Any) -> list[tf.Tensor]:
-    """The tensors of graphs among what :func:`map_tensors` changes in ``nest``, each once."""
-    found: dict[int, tf.Tensor] = {}
+    """The symbolic tensors in ``nest``, each once; see :func:`map_tensors`."""
+    tensors: dict[int, tf.Tensor] = {}
 
-    def note(leaf: Any) -> Any:
+    def collect(leaf: Any) -> Any:
         if tf.is_symbolic_tensor(leaf):
-            found[id(leaf)] = leaf
+            tensors[id(leaf)] = leaf
         return leaf
 
-    map_tensors(note, nest)
-    return list(found.values())
+    map_tensors(collect, nest)
+    return list(tensors.values())
 
 
 def shares_of(arguments: Sequence[Any],
               workers: Workers | None) -> shares_lib.Shares | None:
-    """The shares of the rows among ``arguments`` that towers returned before; None without any.
+    """The shares of the first of ``arguments`` that is both a result and a batch; None without one.
 
-    Where that is only known while the function runs, all towers have one row if there are none.
+    If this is only known while the function runs, and none is a batch, towers have equal shares.
     """
     possible: list[tuple[tf.Tensor, shares_lib.Shares]] = []
-    sure: shares_lib.Shares | None = None
+    known: shares_lib.Shares | None = None
     for argument in arguments:
-        if not isinstance(argument, TowerResults) or sure is not None:
+        if not isinstance(argument, TowerResults) or known is not None:
             continue
         shares = argument.shares(workers)
         are_rows = shares.counted and _are_rows(argument.values, shares)
         if are_rows is None:
             possible.append((_match(argument.values, shares), shares))
         elif are_rows:
-            sure = shares
+            known = shares
     if not possible:
-        return sure
-    counts = tf.ones([possible[0][1].number], tf.int64) if sure is None else sure.counts()
+        return known
+    counts = tf.ones([possible[0][1].number], tf.int64) if known is None else known.counts()
     for match, shares in reversed(possible):
         counts = tf.where(match, shares.counts(), counts)
     return shares_lib.Shares.of_counts(counts, workers)
 
 
 def _are_rows(values: Sequence[Any], shares: shares_lib.Shares) -> bool | None:
-    """Whether the first dimensions are the towers' rows; None where that is not known yet."""
+    """Whether the first dimensions are the towers' rows; None if unknown while tracing."""
     known: bool | None = True
     for tower, (value, rows) in enumerate(zip(values, shares.here)):
         if not rows_lib.has_rows(value) or value.shape.rank == 0:
@@ -146,7 +146,7 @@ def _match(values: Sequence[Any], shares: shares_lib.Shares) -> tf.Tensor:
 
 
 def _length(value: Any) -> tf.Tensor:
-    """The first dimension, an int64 scalar; -1 of a scalar."""
+    """The first dimension of ``value``, an int64 scalar; -1 if ``value`` is a scalar."""
     if value.shape.rank is not None:
         return tf.cast(rows_lib.rows_in(value), tf.int64)
     return tf.concat([tf.shape(value, out_type=tf.int64), [-1]], 0)[0]

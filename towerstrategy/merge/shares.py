@@ -1,7 +1,7 @@
 """Shares: how much of the global batch each tower has.
 
-Goes in: the towers' rows, as numbers where they are known while tracing, else as tensors.  Comes
-out: each tower's rows over all rows, and whether it has any.
+Goes in: the towers' row counts, as numbers if they are known while tracing, else as tensors.  Comes
+out: each tower's rows divided by all rows, and whether it has any rows.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ Value = Any  # tf.Tensor or tf.IndexedSlices
 class Shares:
     """How much of the global batch each tower has.
 
-    A tower's share is its rows over all rows, a float64 scalar (NumPy's where the row counts are
-    known while tracing); without any rows all are 0.
+    A tower's share is its rows divided by all rows, a float64 scalar (NumPy's if the row counts are
+    known while tracing); 0 if there are no rows at all.
 
     Args:
-      rows: the rows of each tower, of all machines.
-      workers: what synchronizes the machines, or None for a single one.
-      counted: whether these are the rows of a batch; else they only say that all count the same.
-      fed: how many rows each of this machine's towers is known to have been given, also where
-        others' are not known; None where that is known while it runs alone.
+      rows: the row counts of the towers of all machines.
+      workers: the workers of all machines, or None with a single machine.
+      counted: whether ``rows`` are the rows of a batch; if not, they only give equal shares.
+      fed: the static row counts of this machine's towers in the split batch, None where unknown;
+        None if there is no split batch.
 
     Attributes:
-      counted, workers, fed: as given.
-      are_known: whether the rows are known while tracing.
+      counted, workers, fed: the arguments.
+      are_known: whether all row counts are known while tracing.
       each: the shares of this machine's towers.
-      filled: whether these have rows, NumPy's bools or scalar bool tensors.
+      filled: whether each of this machine's towers has rows: NumPy's bools or scalar bool tensors.
     """
 
     def __init__(self, rows: Sequence[rows_lib.Rows], workers: Workers | None = None,
@@ -45,7 +45,7 @@ class Shares:
         self.are_known = all(isinstance(count, int) for count in self._rows)
         if self.are_known:
             total = max(sum(self._rows), 1)
-            # NumPy's: tf.cast makes a float32 of a Python float first.
+            # NumPy's, because tf.cast first converts a Python float to float32.
             self.each = [np.float64(count / total) for count in self.here]
         else:
             total = tf.cast(tf.maximum(tf.reduce_sum(self.counts()), 1), tf.float64)
@@ -55,27 +55,27 @@ class Shares:
 
     @classmethod
     def equal(cls, towers: int, workers: Workers | None = None) -> Shares:
-        """The shares when no rows are known: every tower counts the same."""
+        """Equal shares of all towers, for a call without a batch."""
         return cls([1] * (towers if workers is None else workers.replicas), workers)
 
     @classmethod
     def of_batch(cls, batches: sub_batches.SubBatches,
                  workers: Workers | None = None) -> Shares:
-        """The shares of a batch that was split."""
+        """The shares of the towers in a split batch."""
         return cls(sub_batches.row_counts(batches), workers, True,
                    [rows_lib.known_rows(part) for part in batches.values])
 
     @classmethod
     def of_counts(cls, counts: tf.Tensor, workers: Workers | None = None) -> Shares:
-        """The shares of a batch of which the rows of all towers are ``counts``, a vector."""
+        """The shares for the row counts of all towers, a vector."""
         known = tf.get_static_value(counts)
         return cls(tf.unstack(counts) if known is None else known.tolist(), workers, True)
 
-    # Of all towers of all machines.
+    # About the towers of all machines.
 
     @property
     def are_equal(self) -> bool:
-        """Whether all towers are known to have as many rows."""
+        """Whether all towers are known to have equally many rows."""
         return self.are_known and len(set(self._rows)) == 1
 
     @property
@@ -84,25 +84,25 @@ class Shares:
         return len(self._rows)
 
     def counts(self) -> tf.Tensor:
-        """The rows of all towers, an int64 vector."""
+        """The row counts of all towers, an int64 vector."""
         return rows_lib.vector(self._rows)
 
     @property
     def may_be_empty(self) -> bool:
-        """Whether some tower has, or may turn out to have, no rows."""
+        """Whether some tower has, or may have, no rows."""
         return not self.are_known or min(self._rows) == 0
 
-    # Of this machine's towers.
+    # About this machine's towers.
 
     @property
     def here(self) -> list[rows_lib.Rows]:
-        """Their rows."""
+        """The row counts of this machine's towers."""
         if self.workers is None:
             return self._rows
         return self._rows[self.workers.first:self.workers.first + self.workers.towers]
 
     def in_words(self, tower: int) -> str:
-        """The rows of ``tower`` in words, for errors; nothing where they are not known."""
+        """The row count of ``tower`` in words, for errors; "" if unknown."""
         if not self.counted or not self.are_known:
             return ""
         return f"{self.here[tower] or 'none'} of the batch's {sum(self._rows)} rows"
@@ -110,11 +110,11 @@ class Shares:
     # Over all machines.
 
     def across(self, value: Value) -> Value:
-        """The sum over the machines of what the towers of each have summed to."""
+        """The sum over all machines, from the sum over this machine's towers."""
         return value if self.workers is None else self.workers.sum([value])[0]
 
     def firsts(self, value: Value) -> Value:
-        """The value of the first tower of the first machine, given this machine's first tower's."""
+        """The value of the first machine's first tower, from this machine's first tower's value."""
         if self.workers is None:
             return value
         if isinstance(value, tf.IndexedSlices):
@@ -123,7 +123,7 @@ class Shares:
 
 
 def slices_if(filled: Any, value: tf.IndexedSlices) -> tf.IndexedSlices:
-    """``value``, or no slices at all where not ``filled`` (a bool or a scalar bool tensor)."""
+    """``value`` if ``filled`` (a bool or a scalar bool tensor), else no slices."""
     if not tf.is_tensor(filled) and filled:
         return value
     count = tf.where(filled, tf.shape(value.indices)[0], 0)
