@@ -1,4 +1,4 @@
-"""``python -m towerstrategy check``: does it work, and does it pay, on this machine?
+"""``python -m towerstrategy check``: tests results and speed of the towers on this machine.
 
 Goes in: the command line.  Comes out: text, and an exit status.
 """

@@ -1,6 +1,6 @@
-"""What the package asks of TensorFlow, said before anything else fails for the lack of it.
+"""Checks TensorFlow's version, before an older TensorFlow fails elsewhere in the package.
 
-Goes in: the installed TensorFlow's version.  Comes out: nothing, or one sentence.
+Goes in: the version of the installed TensorFlow.  Comes out: nothing, or an ``ImportError``.
 """
 
 import tensorflow as tf
@@ -9,7 +9,7 @@ OLDEST = (2, 16)  # setup.cfg says the same to pip
 
 
 def check(version: str) -> None:
-    """Raises ``ImportError`` where TensorFlow ``version`` is too old."""
+    """Raises ``ImportError`` if TensorFlow ``version`` is too old."""
     major, minor = version.split(".")[:2]
     if (int(major), int(minor)) < OLDEST:
         raise ImportError(f"towerstrategy needs TensorFlow {'.'.join(map(str, OLDEST))} or later, "

@@ -21,8 +21,8 @@ from towerstrategy.placement import names
 DRAWS = ("per row", "per_row", "per tower", "per_tower")
 
 
-def check_made(cross_device_ops: Any, communication_options: Any, synchronize_batch_norm: Any,
-               draws: Any) -> None:
+def check_constructor(cross_device_ops: Any, communication_options: Any,
+                      synchronize_batch_norm: Any, draws: Any) -> None:
     """Checks the constructor's arguments, except devices and shares (see ``placement``)."""
     if not tf.compat.v1.executing_eagerly_outside_functions():
         raise RuntimeError("TowerStrategy needs TensorFlow 2 behaviour, but eager execution is off "
@@ -137,10 +137,7 @@ def check_structures(argument: str, values: list[Any]) -> None:
 
 
 def _check_parts(strategy: tf.distribute.Strategy, arguments: dict[str, Any]) -> None:
-    """Raises ``ValueError`` unless each per-replica value has a part for each tower.
-
-    Otherwise, rows would be lost silently.
-    """
+    """Raises ``ValueError`` if a per-replica value lacks a tower's part: rows would be lost."""
     count = len(strategy.extended.worker_devices)
     leaves = tf.nest.flatten(arguments)
     if all(len(leaf.values) == count for leaf in leaves if _is_per_replica(leaf)):

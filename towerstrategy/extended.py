@@ -77,8 +77,7 @@ class TowerExtended(_tf.StrategyExtended):
         # A nested tf.function may read tower-local variables, so each device has its own trace.
         self._retrace_functions_for_each_device = len(placement.towers) > 1
         self.experimental_enable_get_next_as_optional = True
-        # Of partitioned steps, for reports: by op type, the ops that ran with all rows because they
-        # have no rule; and how many crossings of each kind the last step has.
+        # Of partitioned steps: ops without a rule, by type; the last step's crossings, by kind.
         self.done_with_all_rows: dict[str, tuple[str, int, str]] = {}
         self.crossings: dict[str, int] = {}
 

@@ -1,7 +1,7 @@
 """``multi_gpu_model``: Keras' old function for data-parallel training, on a ``TowerStrategy``.
 
 Goes in: a Keras model and the GPUs to train it on.  Comes out: a model with the same layers and the
-same variables that trains on several towers; the one that went in stays as it was.
+same variables that trains on several towers; the original model does not change.
 """
 
 from __future__ import annotations
@@ -23,22 +23,21 @@ def multi_gpu_model(model: Any, gpus: int | Sequence[int | str] | None = None,
                     cpu_merge: bool = True, cpu_relocation: bool = False) -> Any:
     """A model like ``model``, with the same weights, that trains on several GPUs.
 
-    The result is that of training on one device.  What comes back is an uncompiled model of the
-    same class with the same layers and the same variables: train one of the two, and the other has
-    it; save either, and the files are those of ``model``, which can still be compiled and trained
-    on one device.
+    Training gives the same result as on one device.  The new model is uncompiled and has the class,
+    the layers and the variables of ``model``: training one of the two trains both, and saving
+    either gives the same files.  ``model`` can still be compiled and trained on one device.
 
     Args:
       model: a Keras or tf_keras model: functional, sequential or subclassed, built or not, compiled
         or not.
-      gpus: None (all GPUs there are), a count of GPUs, of logical CPU devices where there is no
-        GPU, or a list of GPU ids or device strings, of any length.
+      gpus: None (all GPUs), a count of GPUs (of logical CPU devices if there is no GPU), or a list
+        of GPU ids or device strings, of any length.
       cpu_merge: whether gradients are merged, and the optimizer runs, on the CPU; otherwise on the
-        first of the GPUs.
+        first GPU.
       cpu_relocation: whether the weights move to the CPU, for models that were built on a GPU.
 
     Returns:
-      The new model; ``model`` itself where ``gpus`` is None and there is one GPU or none.
+      The new model; ``model`` itself if ``gpus`` is None and there is at most one GPU.
 
     >>> model = tf.keras.Sequential([tf.keras.Input([3]), tf.keras.layers.Dense(1)])
     >>> parallel_model = multi_gpu_model(model, gpus=["CPU:1", "CPU:2"])
@@ -48,26 +47,26 @@ def multi_gpu_model(model: Any, gpus: int | Sequence[int | str] | None = None,
     ...             == parallel_model.predict(np.ones([2, 3]), verbose=0)))
     True
     """
-    of_keras = _keras.names_of(model)
-    held = [variable for variable in state.variables_of(model, of_keras)
-            if isinstance(variable, _tf.BaseResourceVariable)]
+    names_of_keras = _keras.names_of(model)
+    variables = [variable for variable in state.variables_of(model, names_of_keras)
+                 if isinstance(variable, _tf.BaseResourceVariable)]
     _check_switch("cpu_merge", cpu_merge)
     _check_switch("cpu_relocation", cpu_relocation)
     towers = _towers(gpus)
     if cpu_relocation:
-        _relocate(model, held)
+        _relocate(model, variables)
     if not towers:
         return model
     strategy = TowerStrategy(towers, "cpu" if cpu_merge else towers[0])
-    return adopting.make_twin(_same_placement(model, held, strategy), model, of_keras)
+    return adopting.make_twin(_existing_strategy(model, variables, strategy), model, names_of_keras)
 
 
 def _towers(gpus: Any) -> list[str]:
-    """The full names of the towers' devices; none where ``gpus`` leaves one device."""
+    """The full names of the towers' devices; [] if ``gpus`` is None and there is no second GPU."""
     if gpus is None and names.gpu_count() < 2:
         return []
-    asked = list(gpus) if isinstance(gpus, (range, np.ndarray)) else gpus
-    rows = devices_lib.rows_of(asked, argument="gpus")
+    devices = list(gpus) if isinstance(gpus, (range, np.ndarray)) else gpus
+    rows = devices_lib.rows_of(devices, argument="gpus")
     if len(rows[0]) > 1:
         raise ValueError(f"gpus must be a list of devices, a tower each, but got {gpus!r}. "
                          f"{names.devices_here()}")
@@ -75,14 +74,15 @@ def _towers(gpus: Any) -> list[str]:
 
 
 def _check_switch(argument: str, value: Any) -> None:
-    """Refuses what is neither true nor false; Keras' function took 0 and 1, too."""
+    """Raises ``TypeError`` unless ``value`` is a bool, or 0 or 1, as in Keras' function."""
     if not isinstance(value, (bool, np.bool_, int)) or value not in (0, 1):
         raise refused.wrong_type(argument, value, "True or False")
 
 
-def _relocate(model: Any, held: list[tf.Variable]) -> None:
+def _relocate(model: Any, variables: list[tf.Variable]) -> None:
+    """Moves the variables of ``model`` to the CPU."""
     cpu = names.tower_name("CPU:0")
-    elsewhere = [variable for variable in held if variable.device != cpu]
+    elsewhere = [variable for variable in variables if variable.device != cpu]
     for variable in elsewhere:
         if isinstance(variable, one_copy.TowerVariable):
             raise ValueError(
@@ -96,12 +96,13 @@ def _relocate(model: Any, held: list[tf.Variable]) -> None:
         adopting.forget_functions(model)
 
 
-def _same_placement(model: Any, held: list[tf.Variable], strategy: TowerStrategy) -> TowerStrategy:
-    """The strategy that the model or its weights have, where it is the same as ``strategy``."""
-    owners = [variable.distribute_strategy for variable in held
+def _existing_strategy(model: Any, variables: list[tf.Variable],
+                       strategy: TowerStrategy) -> TowerStrategy:
+    """The strategy of the model, or of a weight, that has this placement; else ``strategy``."""
+    owners = [variable.distribute_strategy for variable in variables
               if isinstance(variable, one_copy.TowerVariable)]
-    for there in (model.distribute_strategy, *owners):
-        if (isinstance(there, TowerStrategy)
-                and there.extended.placement == strategy.extended.placement):
-            return there
+    for existing in (model.distribute_strategy, *owners):
+        if (isinstance(existing, TowerStrategy)
+                and existing.extended.placement == strategy.extended.placement):
+            return existing
     return strategy

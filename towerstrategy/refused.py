@@ -1,4 +1,4 @@
-"""What an error says of a wrong argument: its name, what was expected, what was given.
+"""Errors about wrong arguments: they have the argument's name, the type expected, the value given.
 
 Goes in: an argument.  Comes out: nothing, or an error.
 """
@@ -12,7 +12,7 @@ from typing import Any
 
 
 class _Shown(reprlib.Repr):
-    """Of arrays and tensors, in lists and dictionaries too, their dtypes and shapes alone."""
+    """Shows only dtypes and shapes of arrays and tensors, also in lists and dictionaries."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,20 +28,20 @@ class _Shown(reprlib.Repr):
 shown = _Shown().repr
 
 
-def wrong_type(argument: str, given: Any, expected: str, hint: str = "") -> TypeError:
-    """The error for an argument of a wrong type; ``hint`` is what more there is to say."""
-    return TypeError(f"{argument} must be {expected}, but got {shown(given)} of type "
-                     f"{type(given).__name__}.{hint and f' {hint}'}")
+def wrong_type(argument: str, value: Any, expected: str, hint: str = "") -> TypeError:
+    """The error for an argument of a wrong type; ``hint``: a sentence to add."""
+    return TypeError(f"{argument} must be {expected}, but got {shown(value)} of type "
+                     f"{type(value).__name__}.{hint and f' {hint}'}")
 
 
-def check_type(argument: str, given: Any, types: Any, expected: str) -> None:
-    """Raises ``TypeError`` where ``given`` is of none of ``types``, ``expected`` in words."""
-    if not isinstance(given, types):
-        raise wrong_type(argument, given, expected)
+def check_type(argument: str, value: Any, types: Any, expected: str) -> None:
+    """Raises ``TypeError`` unless ``value`` is of one of ``types``; ``expected``: them in words."""
+    if not isinstance(value, types):
+        raise wrong_type(argument, value, expected)
 
 
 def check_file(argument: str, path: str | os.PathLike[str], what: str = "a file") -> None:
-    """Raises ``ValueError`` where ``what`` cannot be written to ``path``, now or after minutes."""
+    """Raises ``ValueError`` if ``what`` cannot be written to ``path``, before it is computed."""
     file = pathlib.Path(path)
     if file.is_dir():
         raise ValueError(f"{argument} must be the path of {what}, but {str(path)!r} is a folder.")

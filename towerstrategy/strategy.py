@@ -111,7 +111,8 @@ class TowerStrategy(kind.Kind):
                  synchronize_batch_norm: bool = True, micro_batches: int = 1,
                  draws: Literal["per row", "per_row", "per tower", "per_tower"] = "per row"
                  ) -> None:
-        arguments.check_made(cross_device_ops, communication_options, synchronize_batch_norm, draws)
+        arguments.check_constructor(cross_device_ops, communication_options, synchronize_batch_norm,
+                                    draws)
         resolver = (clusters.resolver_of_environment() if cluster_resolver is None
                     else cluster_resolver)
         cluster = clusters.join(resolver, devices_lib.stages_asked(devices))
@@ -238,10 +239,7 @@ class TowerStrategy(kind.Kind):
 
     @property
     def merge_device(self) -> str | None:
-        """The merge device, such as ``"CPU:0"``, or ``"balanced"``; None if towers have stages.
-
-        The weights of a stage merge on the devices of this stage.
-        """
+        """Such as ``"CPU:0"``, or ``"balanced"``; None with stages, whose weights merge on them."""
         placement = self.extended.placement
         return None if placement.rows else placement.merge_name
 
@@ -310,8 +308,7 @@ class TowerStrategy(kind.Kind):
 
         For towers of several devices, see docs/one_large_model.md.  Use it where layers are made,
         where they are called to build a functional model, and in a ``call`` or a replica function.
-        If a layer is made in one stage and called in another, the call decides.  Stages are counted
-        from 0.
+        If a layer is made and called in different stages, the call decides.  Stages count from 0.
 
         >>> strategy = TowerStrategy([split_cpu(4)[:2]])
         >>> with strategy.scope():

@@ -1,7 +1,7 @@
-"""TowerWarning, and how it is given.
+"""TowerWarning, the class of all warnings, and :func:`warn`.
 
-Goes in: a sentence.  Comes out: a warning that points to the line of the user's code from which the
-package was called.
+Goes in: a message.  Comes out: a warning that points to the line of the user's code that called the
+package.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ _LIBRARIES = frozenset({"towerstrategy", "tensorflow", "keras", "tf_keras", "con
 
 
 class TowerWarning(UserWarning):
-    """What a TowerStrategy warns of.
+    """The category of a TowerStrategy's warnings.
 
-    In a function given to ``strategy.run``: gradients whose sum over the towers is not one
-    device's.  It points to the user's line and names the operation.  To have it as an error:
+    In a function given to ``strategy.run``, it warns of gradients whose sum over the towers is not
+    one device's gradient; it points to the user's line and names the operation.  To raise an error:
 
     >>> import warnings
     >>> warnings.simplefilter("error", TowerWarning)
@@ -26,7 +26,7 @@ class TowerWarning(UserWarning):
 
 
 def warn(message: str) -> None:
-    """Warns, pointing to the innermost line that is none of a library's."""
+    """Warns with ``message``; the warning points to the innermost line outside of libraries."""
     frame: Any = sys._getframe(1)
     while frame.f_back is not None and (
             frame.f_globals.get("__name__", "").split(".")[0] in _LIBRARIES

@@ -58,7 +58,7 @@ class PlaceTest(parameterized.TestCase):
                            hidden=["-1", "", "0"], asked=[None, ["CPU:0"]])
     def test_one_cpu_tower_where_a_gpu_is_meant(self, traces, hidden, asked):
         """Else a training on a machine with GPUs runs on a CPU for a night, without a word."""
-        with mock.patch.object(devices_lib, "_traces_of_gpus", lambda: iter(traces)), \
+        with mock.patch.object(devices_lib, "_signs_of_gpus", lambda: iter(traces)), \
                 mock.patch.dict(os.environ, CUDA_VISIBLE_DEVICES=hidden), \
                 warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")

@@ -1,9 +1,9 @@
 """Every private TensorFlow name that the package uses, by subject.
 
-Goes in: the installed TensorFlow.  Comes out: what the modules below define, for the rest of the
-package, which imports nothing of ``tensorflow.python`` itself: each says what no public name does.
-``tests/_tensorflow/tensorflow_names_test.py`` looks up what they take from there, so that a
-TensorFlow release that moves a name fails loudly and here.
+Goes in: the installed TensorFlow.  Comes out: the functions and classes of the modules below, each
+with the reason why no public name will do.  No other module imports ``tensorflow.python``.
+``tests/_tensorflow/tensorflow_names_test.py`` looks up each name, so a TensorFlow release that
+moves one fails loudly, and here.
 """
 
 from towerstrategy._tensorflow.calling import *

@@ -1,7 +1,7 @@
 """Nodes -> a function that a graph calls.
 
-Goes in: nodes, and what they take from the graph.  Comes out: the call.  Of what is in the function
-there are no objects in Python at all, until somebody asks for its graph.
+Goes in: nodes, and the tensors that they take from the graph.  Comes out: the call.  The function's
+operations have no Python objects until its graph is asked for.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ def call_nodes(graph: tf.Graph, name: str, nodes: Mapping[str, Any],
     Args:
       graph: has the functions that the nodes call.
       nodes: by name, each with ``name``, ``op``, ``input``, ``device`` and ``attributes`` (a
-        serialized ``NodeDef`` of these alone).
-      inputs: the tensors of ``graph`` for outputs of operations that are no nodes.
-      outputs: what is given back, as inputs of nodes are written, with tensors of such types.
+        serialized ``NodeDef`` that has nothing else).
+      inputs: by name and output index of operations that are no nodes, the tensor of ``graph``.
+      outputs: by its name as an input of a node, for each result, a tensor of its type.
       effects: the names of nodes that must run.
     """
     definition = tf.compat.v1.GraphDef().library.function.add()
     signature = definition.signature
     signature.name, signature.is_stateful = name, True
     texts = _Texts(nodes)
-    for number, ((node, place), tensor) in enumerate(inputs.items()):
-        text = texts[f"{node}:{place}" if place else node] = f"taken_{number}"
+    for number, ((node, index), tensor) in enumerate(inputs.items()):
+        text = texts[f"{node}:{index}" if index else node] = f"taken_{number}"
         signature.input_arg.add(name=text, type=tensor.dtype.as_datatype_enum)
     for node in nodes.values():
         definition.node_def.add(
@@ -56,50 +56,50 @@ def call_nodes(graph: tf.Graph, name: str, nodes: Mapping[str, Any],
     function = atomic_function.AtomicFunction(
         name, context, function_type.from_structured_signature(
             (_specs(inputs), {}), _specs(outputs)), list(graph._functions.values()))
-    return _called(graph, function, list(inputs.values()), _read_only(nodes, inputs))
+    return _call(graph, function, list(inputs.values()), _read_only(nodes, inputs))
 
 
 def _specs(tensors: Mapping[Any, tf.Tensor]) -> tuple[tf.TensorSpec, ...]:
-    """Not the tensors: TensorFlow would look for what the handles of variables stand for."""
+    """The specs of tensors; for the tensors themselves, TensorFlow would look up handle data."""
     return tuple([tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors.values()])
 
 
-def _called(graph: tf.Graph, function: Any, inputs: Sequence[tf.Tensor],
-            read_only: Sequence[int]) -> tf.Operation:
+def _call(graph: tf.Graph, function: Any, inputs: Sequence[tf.Tensor],
+          read_only: Sequence[int]) -> tf.Operation:
     graph._add_function_recursive(function)
-    given = [one.dtype.as_datatype_enum for one in function.function_type.flat_outputs]
+    types = [spec.dtype.as_datatype_enum for spec in function.function_type.flat_outputs]
     attributes = {key: tf.compat.v1.AttrValue(**{kind: value}) for key, kind, value in (
         ("f", "func", {"name": function.name}), ("_disable_call_shape_inference", "b", True),
-        ("Tin", "list", {"type": [one.dtype.as_datatype_enum for one in inputs]}),
-        ("Tout", "list", {"type": given}), (_READ_ONLY, "list", {"i": read_only}),
+        ("Tin", "list", {"type": [tensor.dtype.as_datatype_enum for tensor in inputs]}),
+        ("Tout", "list", {"type": types}), (_READ_ONLY, "list", {"i": read_only}),
         *((key, "s", value.encode() if isinstance(value, str) else value) for key, value
           in eager_context.context().function_call_options.as_attrs().items()))}
     with tf.device(None):
-        call = graph.create_op("StatefulPartitionedCall", inputs, given, attrs=attributes)
+        call = graph.create_op("StatefulPartitionedCall", inputs, types, attrs=attributes)
     call._gradient_function = functools.partial(functions.gradient_of_call, function)
     return call
 
 
 class _Texts(dict[str, str]):
-    """Inputs of nodes as they are written in a GraphDef -> as in a function."""
+    """The names of node inputs in a ``FunctionDef``, by their names in a ``GraphDef``."""
 
     def __init__(self, nodes: Mapping[str, Any]) -> None:
         self._nodes = nodes
-        self._outputs: dict[str, list[str]] = {}  # of nodes, by how a function names them
+        self._outputs: dict[str, list[str]] = {}  # by node, the names of its outputs in a function
 
     def __missing__(self, text: str) -> str:
-        made = text
+        in_function = text
         if not text.startswith("^"):
-            name, _, place = text.partition(":")
+            name, _, index = text.partition(":")
             if name not in self._outputs:
-                self._outputs[name] = _outputs_of(self._nodes[name])
-            made = f"{name}:{self._outputs[name][int(place or 0)]}"
-        self[text] = made
-        return made
+                self._outputs[name] = _output_names(self._nodes[name])
+            in_function = f"{name}:{self._outputs[name][int(index or 0)]}"
+        self[text] = in_function
+        return in_function
 
 
-def _outputs_of(node: Any) -> list[str]:
-    """How a function names the outputs of one of its nodes: by the arguments that they are of."""
+def _output_names(node: Any) -> list[str]:
+    """The names of a node's outputs in a function: output argument and number in it."""
     single = _single_outputs(node.op)
     if single is not None:
         return single
@@ -110,18 +110,18 @@ def _outputs_of(node: Any) -> list[str]:
 
 @functools.cache
 def _single_outputs(type: str) -> list[str] | None:
-    """The same of all nodes of this type; None where an argument may be several outputs."""
+    """:func:`_output_names` for this op type; None if an argument may have several outputs."""
     arguments = op_def_registry.get(type).output_arg
-    several = any(one.number_attr or one.type_list_attr for one in arguments)
+    several = any(argument.number_attr or argument.type_list_attr for argument in arguments)
     return None if several else [f"{argument.name}:0" for argument in arguments]
 
 
 def _read_only(nodes: Mapping[str, Any], inputs: Mapping[tuple[str, int], tf.Tensor]) -> list[int]:
-    """The resources, by number, that nodes do no more than read."""
-    places = {f"{node}:{place}" if place else node: number
-              for number, ((node, place), tensor) in enumerate(inputs.items())
-              if tensor.dtype == tf.resource}
+    """The numbers of the inputs that are resources and that nodes only read."""
+    resources = {f"{node}:{index}" if index else node: number
+                 for number, ((node, index), tensor) in enumerate(inputs.items())
+                 if tensor.dtype == tf.resource}
     written = {text for node in nodes.values()
                if node.op not in auto_control_deps_utils.RESOURCE_READ_OPS
-               for text in node.input if text in places}
-    return [number for text, number in places.items() if text not in written]
+               for text in node.input if text in resources}
+    return [number for text, number in resources.items() if text not in written]

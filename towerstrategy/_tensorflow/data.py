@@ -1,4 +1,4 @@
-"""Iterators of ``tf.data``, loops over them, and what TensorFlow's profiler has written."""
+"""Iterators of ``tf.data``, loops over them, and the files of TensorFlow's profiler."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from tensorflow.python.autograph.operators import control_flow, py_builtins
 from tensorflow.python.data.experimental.ops import distribute
 from tensorflow.python.data.ops import iterator_ops, map_op, multi_device_iterator_ops, prefetch_op
 
-OwnedIterator = iterator_ops.OwnedIterator  # what iter(dataset) makes
-# One worker's part of a dataset, by its policy: tf.distribute makes it of its own datasets alone.
+OwnedIterator = iterator_ops.OwnedIterator  # the class of iter(dataset)
+# One worker's part of a dataset, by its policy; tf.distribute applies it only to its own datasets.
 AutoShardDataset = distribute._AutoShardDataset
 
 
 def over_devices(dataset: tf.data.Dataset, devices: Sequence[str], ready: int) -> Any:
-    """An iterator whose elements go to ``devices`` in turn, ``ready`` of them held on each.
+    """An iterator that deals elements to ``devices`` in turn and prefetches ``ready`` on each.
 
-    The first device is the host, which runs the dataset.  As ``OwnedMultiDeviceIterator`` makes it
-    (``tf.data.experimental.prefetch_to_device`` knows one device), but that the devices' parts have
-    no autotuning thread, which a buffer of a fixed size does not need.  Such a thread may miss that
-    it is to end, and holds up whoever ends the iterator for up to a minute.
+    The first device is the host, which runs the dataset.  It is made as by
+    ``OwnedMultiDeviceIterator`` (``tf.data.experimental.prefetch_to_device`` supports one device
+    only), but without autotuning threads, which a buffer of fixed size does not need: such a thread
+    may miss the request to end; ending the iterator then takes up to a minute.
     """
     options = tf.data.Options()
     options.experimental_distribute.num_devices = len(devices)
@@ -57,33 +57,32 @@ def inputs_of_dataset(dataset: tf.data.Dataset) -> list[tf.data.Dataset]:
 
 
 def map_in_place(dataset: tf.data.Dataset, function: Callable[..., Any]) -> tf.data.Dataset:
-    """``dataset.map(function)`` in the caller's thread, for functions of an operation or two."""
-    # That takes 10 us an element and not 100.
+    """``dataset.map(function)`` in the caller's thread: 10 us per element instead of 100."""
     return map_op._MapDataset(dataset, function, use_inter_op_parallelism=False)
 
 
 def map_ahead(dataset: tf.data.Dataset, function: Callable[..., Any],
               ready: int) -> tf.data.Dataset:
-    """``dataset.map(function)``, of which ``ready`` elements are held ready."""
-    # What `dataset` itself prefetches last is mapped before: one thread less hands elements on.
+    """``dataset.map(function).prefetch(ready)``."""
+    # If `dataset` ends with a prefetch, it is mapped before this prefetch: one thread less.
     if ready and isinstance(dataset, prefetch_op._PrefetchDataset):
-        held = tf.get_static_value(dataset._buffer_size)
-        if held is not None and (held == tf.data.AUTOTUNE or held >= ready):
-            dataset, ready = dataset._input_dataset, int(held)
+        size = tf.get_static_value(dataset._buffer_size)
+        if size is not None and (size == tf.data.AUTOTUNE or size >= ready):
+            dataset, ready = dataset._input_dataset, int(size)
     mapped = map_in_place(dataset, function)
     return mapped.prefetch(ready) if ready else mapped
 
 
 def loop_over(kind: type, instead: Callable[[Any], Any]) -> None:
-    """From now on ``for`` in a ``tf.function`` goes over ``instead`` of an iterator of a kind."""
+    """Makes autograph's ``for`` over iterators of this class iterate over ``instead(iterator)``."""
     control_flow.for_loop_registry.register(
         kind, lambda iterator, *loop: control_flow._tf_iterator_for_stmt(instead(iterator), *loop))
 
 
 def python_loops_with(kinds: tuple[type, ...], instead: Callable[..., Any]) -> None:
-    """From now on ``enumerate`` and the like over these kinds are ``instead`` in a ``tf.function``.
+    """Makes autograph call ``instead(zip, *args)`` for ``zip``, ``enumerate``, ``map``, ``filter``.
 
-    ``instead`` takes Python's own function, and its arguments; all iterables are of the kinds.
+    All their iterables must be of classes in ``kinds``.
     """
     for python, registry in ((enumerate, py_builtins.enumerate_registry),
                              (filter, py_builtins.filter_registry),

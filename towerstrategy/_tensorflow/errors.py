@@ -1,4 +1,4 @@
-"""Notes on errors, through autograph's own; tracebacks without our frames."""
+"""Notes on errors, also on the errors that autograph makes; tracebacks without our frames."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 import tensorflow as tf
 from tensorflow.python.util import traceback_utils
 
-# Those whose only argument is their message.
+# Errors whose only argument is their message.
 _PLAIN_ERRORS = (ArithmeticError, AssertionError, AttributeError, IndexError, NotImplementedError,
                  RuntimeError, TypeError, ValueError, ZeroDivisionError)
-# TensorFlow leaves our frames out of tracebacks wherever it leaves out its own.
+# TensorFlow's filter of tracebacks drops our frames, too.
 traceback_utils._EXCLUDED_PATHS += (os.path.dirname(os.path.dirname(__file__)) + os.sep,)
 _Called = TypeVar("_Called", bound=Callable[..., Any])
 
@@ -22,7 +22,7 @@ _Called = TypeVar("_Called", bound=Callable[..., Any])
 def with_short_tracebacks(function: _Called) -> _Called:
     """``function``, with one frame of this package in the tracebacks of its errors.
 
-    All stay where TensorFlow keeps its own (``tf.debugging.disable_traceback_filtering``).
+    ``tf.debugging.disable_traceback_filtering`` keeps all frames.
     """
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -40,8 +40,7 @@ def with_short_tracebacks(function: _Called) -> _Called:
 def add_note(error: Any, note: str, traced: bool) -> None:
     """Adds ``note`` to ``error``, and to the error that autograph will raise in its place.
 
-    Where the function was ``traced``, that is another error with the first one's message, but
-    without its notes.
+    If the function was ``traced``, the new error has the message of ``error`` but not its notes.
     """
     metadata = getattr(error, "ag_error_metadata", None)
     has_notes = hasattr(error, "add_note")  # not in Python 3.10
@@ -53,11 +52,12 @@ def add_note(error: Any, note: str, traced: bool) -> None:
     if has_notes:
         error.add_note(note)
     elif isinstance(error, tf.errors.OpError):
-        error._message = f"{error.message}\n{note}"  # what its property ``message`` reads
+        error._message = f"{error.message}\n{note}"  # the property ``message`` reads it
 
 
 @contextlib.contextmanager
 def noting(note: str) -> Iterator[None]:
+    """A context that adds ``note`` to errors."""
     try:
         yield
     except Exception as error:

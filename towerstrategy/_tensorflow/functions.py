@@ -1,4 +1,4 @@
-"""``tf.function``: its traces, its captures, what it calls."""
+"""``tf.function``: its traces, its captures, the functions that it calls."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ from tensorflow.python.ops import control_flow_util, control_flow_v2_func_graphs
 
 from towerstrategy._tensorflow import wrapping
 
-# Such gradients are those of tf.custom_gradient, of tf.recompute_grad and of calls of functions.
+# tf.custom_gradient, tf.recompute_grad and calls of functions record such gradients.
 RECORD = wrapping.Place(
     [record], "record_operation",
     "does not know in which stage of a tower a gradient that is a Python function recomputes")
 Function = polymorphic_function.Function  # the class of what tf.function returns
 may_be_recorded = record.could_possibly_record
 not_recorded = record.stop_recording
-# A branch or a loop's body: traced anew each time, and not a function, which is kept.
+# The graph of a branch or of a loop's body, which is part of the code around it.
 _ControlFlow = control_flow_v2_func_graphs.ControlFlowFuncGraph
-# At which a tf.function puts its own variable creator: after those of strategies and users.
-_OF_A_FUNCTION = 50
+# The priority of a tf.function's variable creator: after creators of strategies and users.
+_CREATOR_PRIORITY = 50
 CALLERS = frozenset({
     "Case", "If", "PartitionedCall", "StatefulPartitionedCall", "StatelessCase", "StatelessIf",
     "StatelessWhile", "While", "RemoteCall", "SymbolicGradient", "MapDefun"})
-# Where the arguments begin: after the number of a branch.
+# The index of the first argument of the function: behind the condition or the branch's number.
 _FIRST_ARGUMENT = {"If": 1, "StatelessIf": 1, "Case": 1, "StatelessCase": 1}
-# Converting the package's own functions would cost most of the time that tracing takes, and put
-# them into the tracebacks of users' errors.  Functions that users hand over are converted as ever.
+# Autograph does not convert the package's functions: that would take most of the time of a trace,
+# and show them in the tracebacks of users' errors.  Users' functions are converted as usual.
 autograph_config.CONVERSION_RULES = (
     autograph_config.DoNotConvert("towerstrategy"), *autograph_config.CONVERSION_RULES)
 
 
 def autograph_convert(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """``fn`` as autograph would call it from here (unchanged outside converted code)."""
+    """``fn`` as autograph would convert it for a call here; ``fn`` itself in unconverted code."""
     return autograph_api.tf_convert(fn, ag_ctx.control_status_ctx(), convert_by_default=False)
 
 
@@ -68,44 +68,44 @@ def gradient_of_call(function: Any, call: tf.Operation, *gradients: Any) -> Any:
 
 @contextlib.contextmanager
 def variables_of_caller() -> Iterator[None]:
-    """Within, variables that the function being traced makes are the calling ``tf.function``'s.
+    """A context in which the calling ``tf.function`` owns the variables of the one being traced.
 
-    It initializes them, and is traced again as a whole, as if their makers had been in itself.  The
-    scopes that are entered within the function keep their creators, a strategy's among them.
+    The caller initializes them, and is traced again as a whole, as if it had made them itself.
+    Scopes entered within the function keep their variable creators, for example a strategy's.
     """
     graph: Any = tf.compat.v1.get_default_graph()
-    own, callers = graph._variable_creator_stack, graph.outer_graph._variable_creator_stack
-    of_callers = [entry for entry in callers if entry[0] == _OF_A_FUNCTION]
+    stack, callers = graph._variable_creator_stack, graph.outer_graph._variable_creator_stack
+    of_callers = [entry for entry in callers if entry[0] == _CREATOR_PRIORITY]
     if of_callers:
-        kept = [entry for entry in own if entry[0] != _OF_A_FUNCTION]
-        graph._variable_creator_stack = sorted([*of_callers, *kept], key=lambda entry: entry[0])
+        others = [entry for entry in stack if entry[0] != _CREATOR_PRIORITY]
+        graph._variable_creator_stack = sorted([*of_callers, *others], key=lambda entry: entry[0])
     try:
         yield
     finally:
-        graph._variable_creator_stack = own
+        graph._variable_creator_stack = stack
 
 
-def nested_function(own: tf.Graph | None) -> func_graph.FuncGraph | None:
-    """The function that is being traced inside of ``own`` (None: inside of eager code).
+def nested_function(outer: tf.Graph | None) -> func_graph.FuncGraph | None:
+    """The function being traced inside of ``outer`` (None: inside of eager code); None if none is.
 
-    Branches and loops belong to the code around them.  None where there is no such function.
+    Branches and loops belong to the code around them.
     """
     if tf.executing_eagerly():
         return None
     graph = tf.compat.v1.get_default_graph()
-    while graph is not own and isinstance(graph, _ControlFlow):
+    while graph is not outer and isinstance(graph, _ControlFlow):
         graph = graph.outer_graph
-    return graph if graph is not own and isinstance(graph, func_graph.FuncGraph) else None
+    return graph if graph is not outer and isinstance(graph, func_graph.FuncGraph) else None
 
 
 def is_in_control_flow() -> bool:
-    """Whether a branch or loop is being traced, however deep."""
+    """Whether the current graph is that of a branch or a loop."""
     return not tf.executing_eagerly() and isinstance(
         tf.compat.v1.get_default_graph(), _ControlFlow)
 
 
 def is_compiled_here() -> bool:
-    """Whether what is being traced here will be compiled (``jit_compile=True``)."""
+    """Whether XLA will compile the current graph (``jit_compile=True``)."""
     if tf.executing_eagerly():
         return False
     graph = tf.compat.v1.get_default_graph()
@@ -114,11 +114,11 @@ def is_compiled_here() -> bool:
 
 def capture_at_call(graph: func_graph.FuncGraph, key: str, value: Callable[[], tf.Tensor],
                     spec: tf.TensorSpec) -> tf.Tensor:
-    """A tensor of ``graph``, which is being traced: at each call of it, what ``value`` gives there.
+    """A tensor of ``graph``, a function being traced, whose value is ``value()`` at each call.
 
-    Asked again with the same ``key``, it is the same tensor; ``spec`` is the value's.
-    ``FuncGraph.capture_call_time_value`` asks in eager code only, and a tower's function calls
-    others while it is traced.
+    The same ``key`` gives the same tensor; ``spec`` is its spec.  It replaces
+    ``FuncGraph.capture_call_time_value``, which computes values in eager code only; a tower's
+    function calls other functions while it is traced.
     """
     captures = graph.function_captures
     if key not in captures.by_ref_internal:
@@ -133,8 +133,9 @@ def capture_at_call(graph: func_graph.FuncGraph, key: str, value: Callable[[], t
 
 
 def captured_at_call(graph: func_graph.FuncGraph) -> list[tuple[tf.Tensor, tf.Tensor]]:
-    """What stands in ``graph`` for values that are asked for at each call, such as the keys of
-    collective operations, each behind its value in the graph of the moment.
+    """Pairs of a value and its placeholder in ``graph``, for values computed at each call.
+
+    Such are the keys of collective operations.  The values are tensors of the current graph.
     """
     pairs = zip(graph.deferred_external_captures, graph.deferred_internal_captures)
     return [pair for value, inner in pairs
@@ -142,17 +143,18 @@ def captured_at_call(graph: func_graph.FuncGraph) -> list[tuple[tf.Tensor, tf.Te
 
 
 def writers_of(graph: tf.Graph, node: Any, index: int) -> set[str]:
-    """The types of the operations that write input ``index`` of a node; of a call, inside of it."""
+    """The types of the ops that write a node's input ``index``, also in functions that it calls."""
     if node.op not in CALLERS:
         return {node.op} - set(auto_control_deps_utils.RESOURCE_READ_OPS)
-    found, argument = set[str](), index - _FIRST_ARGUMENT.get(node.op, 0)
+    types, argument = set[str](), index - _FIRST_ARGUMENT.get(node.op, 0)
     for definition in (function_definition(graph, name) for name in functions_in_attributes(node)):
         if definition is not None and 0 <= argument < len(definition.signature.input_arg):
-            given = definition.signature.input_arg[argument].name
+            parameter = definition.signature.input_arg[argument].name
             for inner in definition.node_def:
-                for place in (place for place, part in enumerate(inner.input) if part == given):
-                    found |= writers_of(graph, inner, place)
-    return found
+                for inner_index, text in enumerate(inner.input):
+                    if text == parameter:
+                        types |= writers_of(graph, inner, inner_index)
+    return types
 
 
 def functions_of(operation: tf.Operation) -> list[str]:
@@ -160,10 +162,10 @@ def functions_of(operation: tf.Operation) -> list[str]:
 
 
 def types_in(operation: tf.Operation, calls: Collection[str]) -> list[str]:
-    """The type of ``operation``; if it is one of ``calls``, those of the function's, too."""
+    """The type of ``operation``; if it is one of ``calls``, also the types in its functions."""
     definitions = [function_definition(operation.graph, name)
                    for name in functions_of(operation) if operation.type in calls]
-    return [operation.type, *(node.op for found in definitions for node in found.node_def)]
+    return [operation.type, *(node.op for each in definitions for node in each.node_def)]
 
 
 def functions_in_attributes(node: Any) -> list[str]:
@@ -184,8 +186,8 @@ def function_definition(graph: tf.Graph, name: str) -> Any:
 def asserts(graph: tf.Graph, name: str) -> bool:
     """Whether a function of ``graph`` has an assertion of its own that is not Keras'.
 
-    TensorFlow puts each assertion of a traced function into a function that is called where it
-    fails, and the error names the operation in there.
+    TensorFlow puts each assertion of a traced function into the function of a branch; the error
+    names the operation in that function.
     """
     body = getattr(graph._get_function(name), "graph", None)
     for operation in body.get_operations() if body is not None else ():
@@ -198,14 +200,14 @@ def asserts(graph: tf.Graph, name: str) -> bool:
 
 @contextlib.contextmanager
 def light_graph_optimizer() -> Iterator[None]:
-    """Within, functions called by this thread lose identities and waits that nothing needs.
+    """A context in which Grappler only removes needless identities and control dependencies.
 
-    All else of TensorFlow's graph optimizer is left out, unless the user has set options of it
-    (``tf.config.optimizer.set_experimental_options``): then it is as set.
+    This holds for functions that this thread calls.  If the user has set options of Grappler
+    (``tf.config.optimizer.set_experimental_options``), these options hold.
     """
     context = eager_context.context()
     before = context.function_call_options
-    context.function_call_options = _lightly(before.config_proto_serialized, before.executor_type)
+    context.function_call_options = _light(before.config_proto_serialized, before.executor_type)
     try:
         yield
     finally:
@@ -213,13 +215,13 @@ def light_graph_optimizer() -> Iterator[None]:
 
 
 @functools.cache
-def _lightly(config: bytes, executor_type: str | None) -> Any:
+def _light(config: bytes, executor_type: str | None) -> Any:
     proto = tf.compat.v1.ConfigProto.FromString(config)
     rewrites = proto.graph_options.rewrite_options
     if {field.name for field, _ in rewrites.ListFields()} <= {
-            "scoped_allocator_optimization", "scoped_allocator_opts"}:  # TensorFlow's, for machines
+            "scoped_allocator_optimization", "scoped_allocator_opts"}:  # set for several machines
         rewrites.optimizers[:] = ["dependency"]
         rewrites.meta_optimizer_iterations = rewrites.ONE
-        # Takes the graph into MLIR and back, whatever is asked for.
+        # It would convert the graph to MLIR and back, whatever the options.
         rewrites.disable_tfg_optimizer = True
     return eager_context.FunctionCallOptions(executor_type, proto)

@@ -19,36 +19,36 @@ from towerstrategy._tensorflow.strategies import Options
 
 CAPTURE = wrapping.Place(
     [control_flow_util_v2.CondBranchFuncGraph], "capture_call_time_value",
-    "hands keys of collective operations to no function that is called in a branch")
+    "does not hand keys of collective operations to a function that is called in a branch")
 _called_once: weakref.WeakSet[tf.Graph] = weakref.WeakSet()
 
 
 def call_once() -> None:
-    """What is being traced here is called once, where it is traced.
+    """Notes that the function being traced is called once, where it is traced.
 
-    So its collective ops take their keys from the functions around it. TensorFlow hands a key on to
-    a function that is called in a loop, but to none in a branch.
+    So its collective ops take their keys from the functions around it.  TensorFlow hands keys to a
+    function that is called in a loop, but not to one that is called in a branch.
     """
     _called_once.add(tf.compat.v1.get_default_graph())
 
 
-# Of all strategies in this process; far from where MultiWorkerMirroredStrategy starts counting.
+# Shared by all strategies of this process; MultiWorkerMirroredStrategy's keys start elsewhere.
 _collective_keys = cross_device_utils.CollectiveKeys(group_key_start=7000)
 
 
 class CollectiveLauncher(cross_device_utils.CollectiveReplicaLauncher):
-    """Makes collective ops as MultiWorkerMirroredStrategy does, on one device a worker.
+    """Makes collective ops as MultiWorkerMirroredStrategy does, on one device per worker.
 
-    They are in one order on every worker, with a new key for each call of a tf.function; also in
-    branches, and in functions that are called there, which TensorFlow hands no keys to.
+    They have the same order on every worker, and a new key for each call of a tf.function.  They
+    also work in branches and in functions called there, to which TensorFlow hands no keys.
     """
 
     def __init__(self, device: str, workers: int, options: collective_util.Options | None) -> None:
-        CAPTURE.wrap(_from_around)
+        CAPTURE.wrap(_capture_from_outer)
         super().__init__(_collective_keys.get_group_key([device]), workers, _collective_keys,
                          device, options or Options())
 
-    # The workers' values, all of one shape, concatenated; in eager code, too.
+    # Concatenates the workers' values, which have the same shape; works in eager code, too.
     all_gather = cross_device_utils.CollectiveReplicaLauncher._all_gather
 
     def _next_instance_key(self) -> Any:
@@ -61,18 +61,18 @@ class CollectiveLauncher(cross_device_utils.CollectiveReplicaLauncher):
             return super()._next_instance_key()
 
 
-def _from_around(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+def _capture_from_outer(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     if not isinstance(self.outer_graph, func_graph.FuncGraph):
         return original(self, *args, **kwargs)
-    around = self.outer_graph.capture_call_time_value(*args, **kwargs)
-    return tf.nest.map_structure(self.capture, around)
+    outer = self.outer_graph.capture_call_time_value(*args, **kwargs)
+    return tf.nest.map_structure(self.capture, outer)
 
 
 def start_worker(server: tf.train.ServerDef, leader: str) -> None:
     """Makes this process the worker of ``server``, as MultiWorkerMirroredStrategy does.
 
-    ``leader`` is the task that numbers the groups of collective ops.  ``RuntimeError`` where
-    TensorFlow has started already.
+    ``leader`` is the task that numbers the groups of collective ops.  Raises ``RuntimeError`` if
+    TensorFlow has already started.
     """
     context = eager_context.context()
     context.configure_collective_ops(
@@ -84,7 +84,7 @@ def start_worker(server: tf.train.ServerDef, leader: str) -> None:
 
 
 def ask_worker(task: str, seconds: float) -> str | None:
-    """Asks a worker of the cluster whether it is there; None for yes, else why not."""
+    """Asks a worker of the cluster whether it is alive; returns None, or the reason why not."""
     try:
         eager_context.context().check_collective_ops_peer_health(task, int(1000 * seconds))
     except tf.errors.OpError as error:
@@ -95,17 +95,17 @@ def ask_worker(task: str, seconds: float) -> str | None:
 
 
 def end_collectives(message: str) -> None:
-    """Makes all collective ops, waiting and to come, raise UnavailableError with ``message``."""
+    """Makes all pending and later collective ops raise UnavailableError with ``message``."""
     eager_context.context().abort_collective_ops(tf.errors.UNAVAILABLE, message)
 
 
 def current_device() -> str:
-    """The full name of the device of ``tf.device`` around eager code; "" where there is none."""
+    """The full name of the device of the enclosing ``tf.device`` in eager code; "" if none."""
     return eager_context.context().device_name or ""
 
 
 def memory_limits() -> dict[int, int]:
-    """Bytes that each logical GPU may use, by its index; tf.config has memory in use alone."""
+    """The bytes that each logical GPU may use, by index; tf.config only has the memory in use."""
     devices = device_lib.list_local_devices(eager_context.context().config)
     gpus = (device for device in devices if device.device_type == "GPU")
     return {int(device.name.rpartition(":")[2]): device.memory_limit for device in gpus}

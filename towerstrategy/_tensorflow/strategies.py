@@ -1,4 +1,4 @@
-"""A strategy's base classes, contexts, threads and seeds; helpers that ask for the strategy."""
+"""A strategy's base classes, contexts, threads and seeds; loss helpers that use the strategy."""
 
 from __future__ import annotations
 
@@ -14,44 +14,43 @@ from tensorflow.python.ops import nn_impl_distribute
 
 from towerstrategy._tensorflow import wrapping
 
-# Has read_var, update_non_slot and call_for_each_replica, as MirroredStrategy has;
+# Has read_var, update_non_slot and call_for_each_replica, as MirroredStrategy's has;
 # tf.distribute.StrategyExtended (V2) lacks them.
 StrategyExtended = distribute_lib.StrategyExtendedV1
-# By which TensorFlow's variables know that StrategyExtended.update runs.
+# Tells TensorFlow's variables that StrategyExtended.update runs.
 UpdateContext = distribute_lib.UpdateContext
-# The class of tf.distribute.experimental.CommunicationOptions, a function.
+# The class of the values that tf.distribute.experimental.CommunicationOptions, a function, returns.
 Options = collective_util.Options
-# Takes over the default graph, eager mode, variable creators, the summary writer and op callbacks
-# from the thread that makes it; runs ``main_fn`` when ``should_run`` is set for the first time.
+# Inherits the default graph, eager mode, variable creators, the summary writer and op callbacks of
+# the thread that makes it; runs ``main_fn`` when ``should_run`` is first set.
 ReplicaThread = mirrored_run._MirroredReplicaThread
 
 _LOSSES = (nn_impl_distribute, tf.nn, tf.compat.v1.nn, tf.compat.v2.nn)
 AVERAGE = wrapping.Place(
-    _LOSSES, "compute_average_loss", "takes all replicas to have as many rows")
+    _LOSSES, "compute_average_loss", "assumes that all replicas have equally many rows")
 REGULARIZATION = wrapping.Place(
     _LOSSES, "scale_regularization_loss", "counts a replica without rows")
 KEYS = wrapping.Place(
     [tf.random.Generator], "_preprocess_key",
-    "folds the number of the only replica into keys: a step that has all rows would draw other "
-    "numbers than one device")
-# An odd number, so that no two towers get the same multiple of it modulo 2**31.
+    "mixes the replica id into keys: a step with all rows would draw other numbers than one device")
+# Odd, so that no two towers' multiples of it are equal modulo 2**31.
 SEED_STEP = 0x1E3779B1
-global_seed = eager_context.global_seed  # of tf.random.set_seed; None where it was not called
+global_seed = eager_context.global_seed  # the seed of tf.random.set_seed; None if never called
 
 
 def eager_if(eager: bool) -> contextlib.AbstractContextManager[None]:
-    """Eager mode where ``eager``, nothing otherwise (``tf.init_scope`` inside a tower)."""
+    """A context with eager mode if ``eager``, as of ``tf.init_scope`` in a tower's thread."""
     return eager_context.eager_mode() if eager else contextlib.nullcontext()
 
 
 def cross_replica_context(
         strategy: tf.distribute.Strategy) -> contextlib.AbstractContextManager[None]:
-    """Enters the cross-replica context of ``strategy`` on the current graph and thread."""
+    """The cross-replica context of ``strategy``, for the current graph and thread."""
     return _entered(distribute_lib._CrossReplicaThreadMode(strategy))
 
 
 def no_strategy() -> contextlib.AbstractContextManager[None]:
-    """Leaves all strategies' contexts, on the current graph and thread."""
+    """A context outside of all strategies, for the current graph and thread."""
     return _entered(distribute_lib._get_default_replica_mode())
 
 
@@ -65,13 +64,13 @@ def _entered(mode: Any) -> Iterator[None]:
 
 
 def graph_seed() -> int | None:
-    """The seed of the graph that is being traced; None in eager code and where none is set."""
+    """The seed of the graph being traced; None in eager code, or if the graph has no seed."""
     return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph().seed
 
 
 @contextlib.contextmanager
 def graph_seeded(seed: int | None, tower: int) -> Iterator[None]:
-    """Within, stateful random operations that are traced get a seed of ``tower``'s own."""
+    """A context in which traced stateful random ops get a seed of ``tower``'s own."""
     if seed is None or tower == 0:
         yield
         return
@@ -85,12 +84,12 @@ def graph_seeded(seed: int | None, tower: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def operation_seeds_of_caller() -> Iterator[None]:
-    """Within, the function being traced goes on with the caller's seeds of operations without one.
+    """A context in which the function being traced continues the caller's count of op seeds.
 
-    After, the caller goes on with the function's, as if its operations had been the caller's.
+    Random ops without a seed get the next number of their graph.  Afterwards the caller continues
+    the function's count, as if it had made the function's ops itself.
     """
-    # By graph, how many operations have been given a seed: the next one's.
-    given, graph = random_seed._graph_to_seed_dict, tf.compat.v1.get_default_graph()
-    given[graph] = given.get(graph.outer_graph, 0)
+    next_seeds, graph = random_seed._graph_to_seed_dict, tf.compat.v1.get_default_graph()
+    next_seeds[graph] = next_seeds.get(graph.outer_graph, 0)
     yield
-    given[graph.outer_graph] = given[graph]
+    next_seeds[graph.outer_graph] = next_seeds[graph]

@@ -1,4 +1,4 @@
-"""Per-replica values and composite tensors; variables, and what is behind a checkpoint's."""
+"""Per-replica values and composite tensors; variables and their checkpoint dependencies."""
 
 from __future__ import annotations
 
@@ -18,71 +18,72 @@ from tensorflow.python.ops import resource_variable_ops, variable_scope
 from tensorflow.python.trackable import base as trackable_base
 from tensorflow.python.util import nest as private_nest
 
-# The classes behind tf.types.experimental.distributed's.
+# The classes of the public types in tf.types.experimental.distributed.
 PerReplica = values_lib.PerReplica
 PerReplicaSpec = values_lib.PerReplicaSpec
 Mirrored = values_lib.Mirrored
 CompositeTensor = composite_tensor.CompositeTensor  # the base of ragged and sparse values
-# Group per-tower results exactly as TensorFlow groups them.
+# Group the towers' results exactly as TensorFlow does.
 regroup = distribute_utils.regroup
 select_replica = distribute_utils.select_replica
 update_regroup = distribute_utils.update_regroup
 value_container = distribute_utils.value_container
-# Names components in errors.
+# Gives the names of components in errors.
 flatten_with_paths = private_nest.flatten_with_joined_string_paths
 ResourceVariable = resource_variable_ops.ResourceVariable
 BaseResourceVariable = resource_variable_ops.BaseResourceVariable
-# TensorFlow's own tower-local variable; checkpoints and SavedModel know it.
+# TensorFlow's tower-local variable, which checkpoints and SavedModel support.
 SyncOnReadVariable = values_lib.SyncOnReadVariable
 SyncOnReadSaveable = values_lib._SyncOnReadSaveable
 DistributedVariable = values_lib.DistributedVariable
-# What a checkpoint gives to a variable that is made after it was restored.
+# The initial value of a variable that is made after its checkpoint was restored.
 CheckpointInitialValue = trackable_base.CheckpointInitialValue
 # Notes for gradient tapes and functions that a variable is read; they watch its handle.
-tell_read = resource_variable_ops.variable_accessed
-# Lets towers 1.. find the variables that tower 0 made.
+note_read = resource_variable_ops.variable_accessed
+# Makes the other towers share the variables that tower 0 makes.
 shared_variable_creator_for = shared_variable_creator.make_fn
-# Asks whether a SavedModel is being written.
+# Whether a SavedModel is being written.
 is_saving_one_copy = values_util.is_saving_non_distributed
-# What TensorFlow's strategies say of modes of a variable that they cannot honour.
+# Raise TensorFlow's errors for unsupported synchronization and aggregation of a variable.
 check_synchronization = distribute_utils._validate_synchronization
 check_aggregation = distribute_utils._validate_aggregation
-# Without tf.variable_creator_scope's deprecation of stacked graphs.
+# tf.variable_creator_scope adds a deprecated check of stacked graphs.
 variable_creator_scope = variable_scope.variable_creator_scope
 
 
 def share_dependencies(copied: Any, original: Any, but: Collection[str]) -> None:
     """Gives ``copied``, a shallow copy, the checkpoint dependencies of ``original``.
 
-    They are in containers of its own; those under the names in ``but`` stay as they are.
+    Its containers are new.  Dependencies of ``copied`` with names in ``but`` stay as they are.
     """
     name = "_self_unconditional_checkpoint_dependencies"
-    theirs, ours = vars(original).get(name, []), vars(copied).get(name, [])
-    taken = [reference for reference in theirs if reference.name not in but]
-    own = [] if ours is theirs else [reference for reference in ours if reference.name in but]
+    originals, existing = vars(original).get(name, []), vars(copied).get(name, [])
+    shared = [reference for reference in originals if reference.name not in but]
+    kept = [] if existing is originals else [
+        reference for reference in existing if reference.name in but]
     vars(copied).update(
-        _self_unconditional_checkpoint_dependencies=taken + own,
-        _self_unconditional_dependency_names=dict(taken + own),
+        _self_unconditional_checkpoint_dependencies=shared + kept,
+        _self_unconditional_dependency_names=dict(shared + kept),
         _self_unconditional_deferred_dependencies={},
         _self_update_uid=-1, _self_name_based_restores=set(), _self_saveable_object_factories={})
 
 
 def is_variable(value: Any) -> bool:
-    """Whether ``value`` is a variable, be it one that is a distributed value as well."""
+    """Whether ``value`` is a variable; it may be a distributed value, too."""
     return isinstance(value, (tf.Variable, DistributedVariable))
 
 
 def is_unread_variable(value: Any) -> bool:
-    """Whether ``value`` is what a write to a plain variable returns inside a function."""
+    """Whether ``value`` was returned by a write to a plain variable inside a function."""
     return isinstance(value, resource_variable_ops._UnreadVariable)
 
 
 def anonymous_variable(dtype: tf.DType, shape: tf.TensorShape) -> tf.Tensor:
-    """The handle of a new variable, which is freed when nothing in the step needs it any more."""
+    """The handle of a new variable, which is freed when no op of the step needs it any more."""
     return tf.raw_ops.VarHandleOp(dtype=dtype, shape=shape,
                                   shared_name=eager_context.anonymous_name())
 
 
 def is_eager(tensor: tf.Tensor) -> bool:
-    """Whether ``tensor`` holds a value now."""
+    """Whether ``tensor`` is eager: not a symbolic tensor of a graph."""
     return isinstance(tensor, framework_ops.EagerTensor)

@@ -1,8 +1,8 @@
-"""A function of TensorFlow or Keras -> what is called in its place, while a strategy is at work.
+"""Replaces functions of TensorFlow and Keras while a strategy is at work.
 
-Goes in: where functions stand, and what is called instead.  Comes out: that in their places
-from the first entry (a scope, a ``run``, a call of a model) to the last exit, in whichever threads
-these are; before and after that the originals.
+Goes in: the functions' owners and names, and replacements.  Comes out: the replacements are in
+place from the first entry (a scope, a ``run``, a call of a model), in any thread, to the last exit;
+before and afterwards, the originals are.
 """
 
 from __future__ import annotations
@@ -20,19 +20,16 @@ MARK = "_towerstrategy_original"
 
 @dataclasses.dataclass
 class Place:
-    """A function of modules or classes, ``owners``, and what it does that towers cannot do with."""
+    """A function that can be replaced."""
 
-    owners: Sequence[Any]
+    owners: Sequence[Any]  # modules or classes
     name: str
-    why: str
+    why: str  # what the original does that does not work with towers
     _original: Any = None
     _hooked: Any = None
 
     def wrap(self, instead: Callable[..., Any]) -> None:
-        """Has ``instead`` called in its place whenever a strategy is at work, once.
-
-        ``instead`` takes the function, then its arguments.
-        """
+        """Replaces the function, once, by ``instead(original, *args)`` while a strategy works."""
         key = self.owners[0], self.name
         with _lock:
             if key not in _wrapped:
@@ -42,14 +39,15 @@ class Place:
 
     def put(self) -> None:
         original = getattr(self.owners[0], self.name)
-        if hasattr(original, MARK):  # somebody has wrapped what is ours, and it is there still
+        if hasattr(original, MARK):  # another library has wrapped our replacement
             return
         if original is not self._original:
-            self._original, self._hooked = original, self._made_of(original)
+            self._original, self._hooked = original, self._replacement(original)
         for owner in self.owners:
             setattr(owner, self.name, self._hooked)
 
-    def _made_of(self, original: Callable[..., Any]) -> Any:
+    def _replacement(self, original: Callable[..., Any]) -> Any:
+        """A function with the name of ``original`` that calls ``instead``."""
         instead = self._instead
 
         @functools.wraps(original)
@@ -57,8 +55,8 @@ class Place:
             return instead(original, *args, **kwargs)
 
         if self.name in ("__init__", "call") and not hasattr(original, "__wrapped__"):
-            # To know its arguments Keras asks inspect in a way that does not look at what is
-            # wrapped.  Nothing else may have it: Keras hands it on with a method's own attributes.
+            # Keras reads the arguments of these by inspect, without following ``__wrapped__``.  For
+            # others, Keras would copy the signature with a method's attributes.
             vars(hooked)["__signature__"] = inspect.signature(original)
         setattr(hooked, MARK, original)
         return hooked
@@ -70,7 +68,7 @@ _entered = 0
 
 
 def enter_work() -> None:
-    """Puts all that is to be replaced in its place, until :func:`leave_work` is called as often."""
+    """Puts all replacements in place, until :func:`leave_work` has been called equally often."""
     global _entered
     with _lock:
         if not _entered:
@@ -83,14 +81,15 @@ def leave_work() -> None:
     global _entered
     with _lock:
         _entered -= 1
-        for its in () if _entered else _wrapped.values():
-            for owner in its.owners:
-                if getattr(owner, its.name, None) is its._hooked:
-                    setattr(owner, its.name, its._original)
+        for place in () if _entered else _wrapped.values():
+            for owner in place.owners:
+                if getattr(owner, place.name, None) is place._hooked:
+                    setattr(owner, place.name, place._original)
 
 
 @contextlib.contextmanager
 def at_work() -> Iterator[None]:
+    """A context in which the replacements are in place."""
     enter_work()
     try:
         yield
@@ -99,5 +98,5 @@ def at_work() -> Iterator[None]:
 
 
 def owner_name(owner: Any) -> str:
-    """The name of a module or class, its module's before it."""
+    """The full name of a module or class."""
     return owner.__name__ if inspect.ismodule(owner) else f"{owner.__module__}.{owner.__qualname__}"

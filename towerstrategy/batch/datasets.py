@@ -53,8 +53,7 @@ def _batch_numbers(dataset: Any) -> list[int] | None:
 def _zips_different_sizes(dataset: tf.data.Dataset, most: int) -> bool:
     """Whether ``dataset``, or one of its inputs, zips datasets with different numbers of rows.
 
-    A zip with more than ``most`` components does not count: Keras zips arrays with indices, which
-    are no batch.
+    A zip of more than ``most`` components does not count: Keras zips indices with arrays.
     """
     inputs = _tf.inputs_of_dataset(dataset)
     if len(inputs) == 1 and _adds_dimension(inputs[0].element_spec, dataset.element_spec):
@@ -87,9 +86,8 @@ def _rows_of_first_element(dataset: tf.data.Dataset) -> list[int | None]:
 def group_dataset(dataset: tf.data.Dataset, towers: int, ready: int = READY) -> TowerDataset:
     """Groups a dataset of per-tower batches: R consecutive elements make one step, one per tower.
 
-    If the last group is incomplete, the towers without an element get batches with no rows.  If a
-    component is a scalar, elements are single values and not batches; then the incomplete group is
-    dropped, as in ``MirroredStrategy``.
+    In an incomplete last group, towers without an element get batches with no rows.  If components
+    are scalars, elements are no batches; then it is dropped, as in ``MirroredStrategy``.
     """
     _check_dataset(dataset)
 

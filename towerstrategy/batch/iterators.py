@@ -28,9 +28,8 @@ _ENDLESS = (
 _MANY, _TOO_MANY = 100, 1000
 _taken_in: weakref.WeakKeyDictionary[tf.Graph, int] = weakref.WeakKeyDictionary()
 
-# Makes a dataset that counts the rows of the elements taken from it, and a function that returns
-# the counts.  Its arguments: a dataset, and a function from an element to the towers' row counts (a
-# vector, or None).
+# From a dataset, and a function from an element to the towers' row counts (a vector or None): a
+# dataset that counts the rows of the elements taken from it, and a function that returns the counts
 Follow = Callable[[tf.data.Dataset, Callable[[tuple[Any, ...]], Any]], tuple[tf.data.Dataset, Any]]
 
 
@@ -167,8 +166,7 @@ class HeldOptional(tf.experimental.Optional):
     """An optional element whose tensors are on several devices.
 
     TensorFlow's optionals hold all tensors of a value on one device.  ``held`` is the element,
-    without rows if it is absent; or, with ``iterator``, the parts from which the iterator's
-    ``element_of`` makes the element.
+    without rows if it is absent; or the parts from which ``iterator.element_of`` makes it.
     """
 
     def __init__(self, spec: Nest, has_value: tf.Tensor, held: Nest, iterator: Any = None) -> None:

@@ -1,11 +1,10 @@
 """Prefetching: the towers' parts of elements go to the towers' memory ahead of the step.
 
 Goes in: a dataset of split elements, and the towers' devices.  Comes out: a
-:class:`PrefetchedIterator`.  It uses TensorFlow's multi-device iterator, which holds a buffer on
-each device, fills it while steps run, and deals the elements of one dataset to the devices in turn.
-So each split element becomes R + 1 elements: the part that stays on the host (row counts, strings,
-int32, ragged components), then each tower's part.  A :class:`Layout` takes elements apart and puts
-them together again.
+:class:`PrefetchedIterator`.  TensorFlow's multi-device iterator fills a buffer on each device while
+steps run; it deals the elements of one dataset to the devices in turn.  So a :class:`Layout` makes
+R + 1 elements of each split element: the part that stays on the host (row counts, strings, int32,
+ragged components), then each tower's part.
 """
 
 from __future__ import annotations
@@ -63,8 +62,7 @@ class Layout:
     def __init__(self, spec: Nest, owners: Sequence[int]) -> None:
         self.spec, self.owners = spec, tuple(owners)
         self._tensors = tf.nest.flatten(spec, expand_composites=True)
-        # For the host, then for each tower: the indices of its tensors.
-        self._indices = [[index for index, owner in enumerate(owners) if owner == number]
+        self._indices = [[index for index, owner in enumerate(owners) if owner == number]  # by part
                          for number in range(HOST, max(owners, default=HOST) + 1)]
 
     @property
@@ -77,8 +75,7 @@ class Layout:
     def parts_of(self, element: Nest, counts: tuple[Any, ...] = ()) -> list[tuple[Any, Any]]:
         """The R + 1 parts of an element: the host's, with ``counts``, then each tower's.
 
-        All parts have the same structure: the host's tensors, a tower's tensors.  Tensors that
-        belong to another part have no rows.
+        All have one structure, the host's tensors and a tower's; others' tensors have no rows.
         """
         tensors = _tensors(element)
         owned = [tuple(tensors[index] for index in indices) for indices in self._indices]
@@ -93,7 +90,7 @@ class Layout:
         The parts have different numbers of rows, so they go through ``unbatch`` as optionals:
         ``flat_map`` would make a dataset for each element, which costs milliseconds.
         """
-        specs: list[Any] = []  # for each part, the specs of its tensors
+        specs: list[Any] = []  # of the tensors of each part
 
         def to_optionals(*element: Any) -> tf.Tensor:
             rows = None if rows_of is None else rows_of(element)
@@ -138,15 +135,12 @@ def _tensors(element: Nest) -> list[Any]:
 
 
 def owners_of(spec: Any, towers: int, counts: bool = True) -> list[int]:
-    """The owner of each tensor of a component with this spec, see :class:`Layout`.
-
-    Without ``counts``, the row counts behind the towers' parts are left out.
-    """
+    """The owner of each tensor of a component; without ``counts``, row counts are left out."""
     several = isinstance(spec, _tf.PerReplicaSpec)
     parts = spec._component_specs[:None if counts else towers] if several else [spec]
     owners = []
     for number, part in enumerate(parts):
-        # Behind the towers' parts are row counts, which the host reads.
+        # Behind the towers' parts are the row counts, which the host reads.
         fetched = number < towers and (several or towers == 1) and _is_fetched(part)
         tensors = tf.nest.flatten(part, expand_composites=True)
         owners += [number if fetched else HOST] * len(tensors)
@@ -154,10 +148,8 @@ def owners_of(spec: Any, towers: int, counts: bool = True) -> list[int]:
 
 
 def _is_fetched(spec: Any) -> bool:
-    """Whether a component with this spec goes to a tower's memory.
-
-    Strings cannot; ragged operations have only CPU kernels; and most GPU kernels read int32 from
-    the host's memory, so an int32 tensor would be copied back.
+    """Whether a component is fetched.  Strings cannot be; ragged ops have only CPU kernels; and
+    most GPU kernels read int32 from the host's memory, so int32 tensors would be copied back.
     """
     return isinstance(spec, (tf.TensorSpec, tf.SparseTensorSpec)) \
         and spec.dtype not in (tf.string, tf.int32)
@@ -188,12 +180,11 @@ class PrefetchedSpec(tf.TypeSpec):
 
 
 class PrefetchedIterator(iterators.Steps, _tf.CompositeTensor, tf.distribute.DistributedIterator):
-    """Iterates over split elements; each tower's part is prefetched to its device.
+    """Iterates over split elements, from a stream on the host and one on each tower's device.
 
-    The parts come from streams, one on the host and one per tower.  If one stream fails, TensorFlow
-    cancels the waiting requests of the others, which then report the end of their data or return
-    parts of the batch before.  So a bool variable on the host is true while an element is being
-    taken; it stays true after a failure, and the next step that finds it true raises.
+    If one stream fails, TensorFlow cancels the waiting requests of the others, which then report
+    the end of their data or return parts of the batch before.  So a variable on the host is true
+    while an element is being taken; after a failure it stays true, and the next step raises.
 
     ``make`` makes the streams, the handle of that variable, and the ``row_count`` or None.
     """
@@ -227,7 +218,6 @@ class PrefetchedIterator(iterators.Steps, _tf.CompositeTensor, tf.distribute.Dis
         return self._layout.element(self._with_towers(host))
 
     def _host_optional(self) -> tuple[Any, ...]:
-        """Whether the host's stream has another part, and the optional of this part."""
         optional = self._streams._device_iterators[0].get_next_as_optional()
         return optional.has_value(), optional
 
@@ -249,11 +239,8 @@ class PrefetchedIterator(iterators.Steps, _tf.CompositeTensor, tf.distribute.Dis
             raise
 
     def _take_from_host(self, take: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
-        """In a graph, the result of ``take``, called on the host's stream.
-
-        Its first value says whether there is an element.  If not, the towers' streams are read to
-        their ends, too: a stream that has not ended would hold a thread.
-        """
+        """In a graph: whether the host's stream has an element, then ``take``'s other results."""
+        # If not, the towers' streams must end, too: a stream that does not end holds a thread.
         with tf.device(self._host):
             has_value, *held = self._begin(take)
             with tf.control_dependencies(tf.nest.flatten(held, expand_composites=True)):
@@ -305,8 +292,7 @@ class PrefetchedIterator(iterators.Steps, _tf.CompositeTensor, tf.distribute.Dis
             return tf.identity(True)
 
     def read_once(self) -> PrefetchedIterator:
-        # Optionals then hold the host's part only, and get_value takes the towers' parts: so these
-        # do not go through the loop.
+        # Optionals then hold the host's part only; their get_value takes the towers' parts.
         self._once = True
         return self
 
@@ -357,8 +343,7 @@ def iterate(dataset: tf.data.Dataset, layout: Layout, fetch: Fetch,
             follow: iterators.Follow | None, rows_of: Callable[[Nest], Any]) -> PrefetchedIterator:
     """An iterator over ``dataset`` that prefetches the towers' parts to ``fetch.devices``.
 
-    ``follow`` counts rows when elements are taken, not when they are prefetched; ``rows_of`` gives
-    an element's row counts.
+    ``follow`` counts an element's ``rows_of`` when it is taken, not when it is prefetched.
     """
     eager = tf.executing_eagerly()
 

@@ -99,8 +99,7 @@ def _as_component(path: str, leaf: Any) -> Any:
                          "needs rows in a first (batch) dimension to be split over the towers."
                          + _LIST_HINT * bool(path))
     if leaf.shape.rank is None:
-        message = (f"{component_name(path)} has no first (batch) dimension to be split over the "
-                   "towers.")
+        message = f"{component_name(path)} has no first (batch) dimension to split over the towers."
         with tf.control_dependencies([tf.debugging.assert_rank_at_least(leaf, 1, message=message)]):
             leaf = tf.identity(leaf)
     return leaf

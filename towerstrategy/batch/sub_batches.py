@@ -16,10 +16,7 @@ from towerstrategy.batch import rows as rows_lib
 
 
 def with_open_rows(element: Any) -> Any:
-    """``element``, marked so that functions are traced for any number of rows.
-
-    So one trace serves all towers, whatever their shares.
-    """
+    """``element``, for which functions are traced for any number of rows: one for all shares."""
     for leaf in tf.nest.flatten(element):
         if isinstance(leaf, SubBatches):
             leaf.open_rows = True
@@ -48,10 +45,8 @@ class SubBatchesSpec(_tf.PerReplicaSpec):
         self.batch, self.counted = batch, counted
 
     def most_specific_common_supertype(self, others: Sequence[Any]) -> SubBatchesSpec | None:
-        """The common supertype; if one tower's first dimension is unknown in it, all towers' are.
-
-        Otherwise a tower that happens to have equal rows in two batches would cause another trace.
-        """
+        """The common supertype; if a tower's first dimension is unknown in it, all towers' are."""
+        # Otherwise a tower with equal rows in two batches, by chance, would cause another trace.
         common = super().most_specific_common_supertype(others)
         if common is None:
             return None

@@ -71,8 +71,7 @@ class TowerResults(_tf.PerReplica):
 
 
 def map_tensors(fn: Callable[[Any], Any], nest: Any) -> Any:
-    """Applies ``fn`` to each tensor and operation in ``nest``, also in composite and distributed
-    values."""
+    """Applies ``fn`` to all tensors and operations, also in composite and distributed values."""
     def mapped(leaf: Any) -> Any:
         if isinstance(leaf, (tf.Tensor, tf.Operation)):
             return fn(leaf)

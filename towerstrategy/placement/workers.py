@@ -1,8 +1,7 @@
 """The core's interface to several machines, which ``extras/machines/`` implements.
 
-Goes in: this machine's values, or a dataset.  Comes out: values merged over the machines, or this
-machine's part of the dataset.  Code that merges or splits takes a :class:`Workers`, or None with a
-single machine.
+Goes in: this machine's values, or a dataset.  Comes out: values merged over all machines, or this
+machine's part of the dataset.  With a single machine, there is None in place of :class:`Workers`.
 """
 
 from __future__ import annotations

@@ -117,11 +117,8 @@ class Turns:
 
 
 def _initializes(operation: tf.Operation) -> bool:
-    """Whether ``operation`` is of TensorFlow's initialization of a variable that a function makes.
-
-    TensorFlow counts the check whether this is necessary as a write, too.
-    """
-    check = "VarIsInitializedOp"
+    """Whether ``operation`` is of the initialization of a variable that a function makes."""
+    check = "VarIsInitializedOp"  # counts as a write for TensorFlow
     return operation.type == check or (
         bool(operation.inputs) and operation.inputs[0].op.type == check)
 

@@ -65,10 +65,9 @@ def _create_one_copy(strategy: tf.distribute.Strategy, homes: homes_lib.Homes, b
 
 def _check_modes(kwargs: dict[str, Any]) -> bool:
     """Checks synchronization and aggregation and sets defaults; True: a tower-local variable."""
-    without_none = {"name": None, **{
-        key: value for key, value in kwargs.items() if value is not None}}
-    kwargs["synchronization"] = _tf.check_synchronization(without_none)
-    kwargs["aggregation"] = one_copy.Aggregation(_tf.check_aggregation(without_none).value)
+    present = {"name": None, **{key: value for key, value in kwargs.items() if value is not None}}
+    kwargs["synchronization"] = _tf.check_synchronization(present)
+    kwargs["aggregation"] = one_copy.Aggregation(_tf.check_aggregation(present).value)
     return kwargs["synchronization"] is tf.VariableSynchronization.ON_READ
 
 
@@ -97,9 +96,7 @@ def _chiefs_initial_value(workers: Workers, initial_value: Any, dtype: Any = Non
     if tf.is_tensor(initial_value) and not _tf.is_eager(initial_value):
         return initial_value  # computed in a function, and so on every worker
 
-    # Cached: each part calls it, but workers may have different numbers of towers, and all workers
-    # must issue the same collectives.
-    @functools.cache
+    @functools.cache  # one collective, as workers may have different numbers of parts
     def chiefs() -> Any:
         # Outside of a function that is being traced, whose graph does not run yet.
         with tf.init_scope():

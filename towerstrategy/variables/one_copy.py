@@ -60,7 +60,7 @@ class TowerVariable(_tf.ResourceVariable):
         value = self._compiled_value()
         if value is None:
             return super()._read_variable_op(no_copy)
-        _tf.tell_read(self)
+        _tf.note_read(self)
         return tf.identity(value)
 
     def sparse_read(self, indices: Any, name: Any = None) -> tf.Tensor:

@@ -31,9 +31,8 @@ class _TowerLocalSaveable(_tf.SyncOnReadSaveable):
 class TowerLocalVariable(_tf.SyncOnReadVariable):
     """TensorFlow's ``SyncOnReadVariable``, with two differences.
 
-    A tower without rows does not change its part.  A value that is assigned to a SUM variable from
-    outside of towers, or restored, goes to tower 0's part as a whole (not 1/R to each), so that
-    counts stay exact.
+    A tower without rows does not change its part.  A value assigned to a SUM variable from outside
+    of towers, or restored, goes to tower 0's part whole (not 1/R to each): counts stay exact.
     """
 
     _extreme: str | None = None  # "max" or "min", see rules

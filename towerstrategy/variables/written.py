@@ -14,12 +14,11 @@ ONLY_FIRST_REPLICA     tower 0's value
 
 With ``strategy.merge_rule``, it is the largest, or smallest, value.
 
-Scatter writes follow the same rules, slice by slice.  SUM writes the slices of all towers, in
-order, as one device does.  So does NONE for ``scatter_update``, ``_min`` and ``_max``, where
-writing a slice twice changes nothing; for ``scatter_mul`` and ``_div``, NONE writes tower 0's
-slices.  Assignments to a slice (``v[a:b].assign``) follow the table element by element, over the
-towers that have rows and wrote the element.  A per-replica value that is written from outside the
-towers is merged as for NONE, unless the aggregation is ONLY_FIRST_REPLICA.
+Scatter writes follow the same rules, slice by slice: SUM writes the slices of all towers, in order,
+as one device does; so does NONE for ``scatter_update``, ``_min`` and ``_max``, where writing twice
+changes nothing; for ``scatter_mul`` and ``_div``, NONE writes tower 0's.  ``v[a:b].assign`` follows
+the table element by element, over the towers with rows that wrote the element.  A per-replica value
+written from outside the towers is merged as for NONE, unless ONLY_FIRST_REPLICA is set.
 """
 
 from __future__ import annotations
@@ -69,10 +68,7 @@ def value(variable: Any, values: Sequence[Any], shares: shares_lib.Shares,
 
 
 def total(variable: Any, tower: Any, value: Any) -> tf.Tensor | None:
-    """The sum, or mean, of the values that this machine's towers write, on the variable's home.
-
-    ``value`` is the value of ``tower``, the one being traced.  None if only a sync point can merge.
-    """
+    """The sum, or mean, over this machine's towers, of which ``tower`` has ``value``; else None."""
     rule = rule_of(variable)
     if rule not in ("sum", "mean"):
         return None
@@ -109,11 +105,11 @@ def elements(variable: Any, slices: Sequence[Any], values: Sequence[tf.Tensor],
     with tf.device(homes_lib.home_of(variable)):
         sizes = sizes_of(variable)
         parts = [_elements(sizes, each, value) for each, value in zip(slices, values)]
-        merged = shares.firsts(parts[0]) \
-            if variable.aggregation is Aggregation.ONLY_FIRST_REPLICA \
-            else _merged(rule_of(variable), parts, shares)
-        return tf.IndexedSlices(merged.values,
-                                tf.transpose(tf.unravel_index(merged.indices, sizes)))
+        first_only = variable.aggregation is Aggregation.ONLY_FIRST_REPLICA
+        to_write = shares.firsts(parts[0]) if first_only else _merged(
+            rule_of(variable), parts, shares)
+        indices = tf.transpose(tf.unravel_index(to_write.indices, sizes))
+        return tf.IndexedSlices(to_write.values, indices)
 
 
 def value_alone(variable: Any, values: list[Any], shares: shares_lib.Shares,
@@ -181,10 +177,7 @@ def are_same(slices: Sequence[dict[str, Any]]) -> bool:
 
 
 def _elements(shape: tf.Tensor, part: dict[str, Any], value: tf.Tensor) -> tf.IndexedSlices:
-    """``value`` broadcast to the elements of a strided slice, by their positions in the flat array.
-
-    ``part`` has the arguments of ``tf.strided_slice``.
-    """
+    """``value`` for each element of a slice (``tf.strided_slice``'s arguments), by flat index."""
     numbers = tf.reshape(tf.range(tf.reduce_prod(shape)), shape)
     positions = tf.strided_slice(numbers, **part)
     values = tf.broadcast_to(value, tf.shape(positions))
