@@ -506,7 +506,7 @@ class FixedBatchTest(parameterized.TestCase):
             step()
         told = str(caught.exception) + " ".join(getattr(caught.exception, "__notes__", []))
         self.assertIn("tower 2 on CPU:3, which has none of the batch's 2 rows. Some operations "
-                      "cannot work on no rows", told)
+                      "fail without rows", told)
 
     @wide.turns(*small_models.KERAS)
     def test_reshape_to_the_batch_size(self, kit):

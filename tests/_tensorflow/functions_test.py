@@ -14,7 +14,7 @@ class GraphOptimizerTest(absltest.TestCase):
         rewrites = config.graph_options.rewrite_options
 
         def lightly():
-            options = functions._lightly(config.SerializeToString(), None)
+            options = functions._light(config.SerializeToString(), None)
             found = tf.compat.v1.ConfigProto.FromString(options.config_proto_serialized)
             return found.graph_options.rewrite_options
 

@@ -370,5 +370,5 @@ class RawTest(parameterized.TestCase):
         def step():
             strategy.run(lambda: tf.compat.v1.scatter_add(v, [0], [1.]))
 
-        with self.assertRaisesRegex(RuntimeError, "past the variable's own methods"):
+        with self.assertRaisesRegex(RuntimeError, "not by the variable's own methods"):
             step()

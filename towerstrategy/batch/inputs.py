@@ -72,7 +72,7 @@ def read(options: Any, extended: Any) -> tuple[bool, prefetching.Fetch, int]:
         raise ValueError(
             "InputOptions: experimental_place_dataset_on_device=True needs "
             "experimental_replication_mode=PER_REPLICA, a dataset for each tower, and "
-            "experimental_fetch_to_device=False, as what is on a device is not fetched to it, but "
+            "experimental_fetch_to_device=False, as the batches are on the device already, but "
             f"got {mode} and {fetches}.")
     ready = options.experimental_per_replica_buffer_size
     return (mode == _PER_REPLICA, fetch._replace(devices=towers if fetches else (), ready=ready),

@@ -23,10 +23,10 @@ from towerstrategy.batch import iterators, rows as rows_lib
 from towerstrategy.batch.rows import Nest
 
 _OUT_OF_STEP = (
-    "the input pipeline, or a step that took a batch from it, has failed before, and since then "
-    "what was prefetched does not belong together. Make a new iterator. To go on behind an error "
-    "with the same one, drop bad elements in the pipeline (dataset.ignore_errors()), or distribute "
-    "the dataset with tf.distribute.InputOptions(experimental_fetch_to_device=False).")
+    "the input pipeline, or a step that took a batch from it, has failed before, so the prefetched "
+    "parts may belong to different batches. Make a new iterator. To continue after an error with "
+    "the same one, drop bad elements in the pipeline (dataset.ignore_errors()), or distribute the "
+    "dataset with tf.distribute.InputOptions(experimental_fetch_to_device=False).")
 # In place of a tower's number: the host, which owns the tensors of no tower.
 HOST = -1
 

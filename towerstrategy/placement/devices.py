@@ -65,8 +65,8 @@ class Placement:
 
     def note(self, replica: int, rows: str) -> str:
         """The note on an error that was raised in a replica; ``rows``: its rows in words."""
-        none = (" Some operations cannot work on no rows, TensorFlow's convolutions on the CPU "
-                "among them: give each batch as many rows as there are towers.")
+        none = (" Some operations fail without rows, such as TensorFlow's convolutions on the CPU: "
+                "give each batch at least as many rows as there are towers.")
         return (f"This happened in {self.name(replica)} on {names.short_name(self.towers[replica])}"
                 + (f", which has {rows}." if rows else ".") + none * rows.startswith("none"))
 
@@ -173,8 +173,8 @@ def place(devices: Any, merge_device: Any, shares: Any = None,
             "stage's weights live, merge and update on that stage's devices. Leave it out.")
     if staged and isinstance(shares, str):
         raise ValueError(
-            f"shares={shares!r} does not go with towers of {len(rows[0])} stages, as it is asked "
-            "of one device a tower. Give a list of a number for each tower.")
+            f"shares={shares!r} does not go with towers of {len(rows[0])} stages, only with towers "
+            "of one device each. Give a list of a number for each tower.")
     if staged:
         merge_device = towers[0] if len(rows) == 1 else "cpu"
     merge, balanced = _merge(towers, merge_device)

@@ -20,7 +20,7 @@ class Workers(Protocol):
     towers: int  # how many towers this worker has
     first: int  # the number of this worker's first tower among the towers of all workers
     replicas: int  # how many towers all workers have
-    units: tuple[int, ...] | None  # the shares of all towers; None where all are equal
+    units: tuple[int, ...] | None  # the shares of all towers; None if all are equal
 
     @property
     def is_chief(self) -> bool:

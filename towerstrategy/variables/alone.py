@@ -28,9 +28,9 @@ from towerstrategy.variables import one_copy, written as written_lib
 _REPLACING = frozenset({"ResourceScatterUpdate", "ResourceScatterMin", "ResourceScatterMax"})
 
 # Nested functions and branches never get here: there the variable's own methods raise.
-_RAW = ("variable {!r} has aggregation=SUM and is written in a tower by the operation {} ({}), "
-        "past the variable's own methods, so that it is not known what is to be summed. Write "
-        "v.assign, v.assign_add, v.scatter_add and the like.")
+_RAW = ("variable {!r} has aggregation=SUM and is written in a tower by the operation {} ({}), not "
+        "by the variable's own methods, so the value to sum is unknown. Use v.assign, "
+        "v.assign_add, v.scatter_add or another method of the variable.")
 
 # By a variable's id: the variable, and the tower's value or the handle of its temporary copy.
 Written = dict[int, tuple[Any, Any]]

@@ -138,8 +138,8 @@ class TowerVariable(_tf.ResourceVariable):
                 and _tf.nested_function(tower.graph) is not None:
             raise RuntimeError(
                 f"variable {self.name!r} is written in a tf.function that a tower calls and that "
-                "XLA is to compile (jit_compile=True). It is given the variable's value and cannot "
-                "write it. Write it outside of that function, or leave jit_compile out.")
+                "XLA compiles (jit_compile=True). Such a function gets the variable's value and "
+                "cannot write it. Write it outside of that function, or leave jit_compile out.")
         if not tower.several:
             return plain(value)
         if not tower.can_merge:

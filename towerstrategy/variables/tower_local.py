@@ -69,8 +69,8 @@ class TowerLocalVariable(_tf.SyncOnReadVariable):
         if contexts.has_all_rows() or self._assigned_from_outside():
             return self._assign_for_all(value, read_value)
         self._has_parts = True
-        kept = self._neutral_if_empty(value, lambda: self._get().value())
-        return super().assign(kept, use_locking, name, read_value)
+        value = self._neutral_if_empty(value, lambda: self._get().value())
+        return super().assign(value, use_locking, name, read_value)
 
     def spread(self, value: tf.Tensor, known_zero: bool = False) -> list[Any]:
         """Writes the parts so that their aggregate is ``value``; returns the writes.
@@ -82,8 +82,8 @@ class TowerLocalVariable(_tf.SyncOnReadVariable):
         rest = [] if known_zero else [part for part in self._values if part is not whole]
         for part in [whole, *rest]:
             with tf.device(part.device):
-                own = value if part is whole or not self._is_total else tf.zeros_like(value)
-                writes.append(part.assign(own, read_value=False))
+                to_write = value if part is whole or not self._is_total else tf.zeros_like(value)
+                writes.append(part.assign(to_write, read_value=False))
         return writes
 
     def _gather_saveables_for_checkpoint(self) -> dict[str, Any]:
@@ -99,8 +99,8 @@ class TowerLocalVariable(_tf.SyncOnReadVariable):
                                         read_value)
         if not self._assigned_from_outside():
             self._has_parts = True
-            kept = self._neutral_if_empty(value, lambda: tf.zeros([], self.dtype))
-            return getattr(super(), method)(kept, use_locking, name, read_value)
+            value = self._neutral_if_empty(value, lambda: tf.zeros([], self.dtype))
+            return getattr(super(), method)(value, use_locking, name, read_value)
         if not self._distribute_strategy.extended.first_replica:  # the first tower's part only
             part = self._values[0]
             with tf.device(part.device):

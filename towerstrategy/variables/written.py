@@ -68,10 +68,10 @@ def value(variable: Any, values: Sequence[Any], shares: shares_lib.Shares,
 
 
 def total(variable: Any, tower: Any, value: Any) -> tf.Tensor | None:
-    """The sum, or mean, over this machine's towers, of which ``tower`` has ``value``; else None."""
+    """The sum, or mean, of this machine's towers' values; ``value`` is the value of ``tower``."""
     rule = rule_of(variable)
     if rule not in ("sum", "mean"):
-        return None
+        return None  # these values need a sync point
     value = tf.convert_to_tensor(value, variable.dtype)
     part = value * tf.cast(tower.share, value.dtype) if rule == "mean" else value
     return tower.call.total(part, homes_lib.home_of(variable))
