@@ -292,5 +292,5 @@ def _first_devices(argument: str, devices: Any) -> list[str]:
     if not 1 <= count <= existing:
         hint = "" if kind == "GPU" else " (split_cpu(n) makes more logical CPU devices)"
         raise ValueError(f"{argument}={devices} asks for {count} towers, but it must be from 1 to "
-                         f"the {existing} existing {kind} device(s){hint}. {names.devices_here()}")
+                         f"the {existing} {kind} device(s) here{hint}. {names.devices_here()}")
     return [f"{kind}:{index}" for index in range(count)]
