@@ -102,8 +102,8 @@ def _naming_versions(package: str) -> Iterator[None]:
         major, minor = newest.split(".")
         raise RuntimeError(
             f"towerstrategy was tested with {package} {oldest} to {newest}, but the one installed "
-            f"is {sys.modules[package].__version__}, where a name that it hooks is not in its "
-            f"place: {error}. Install one of those: "
+            f"is {sys.modules[package].__version__}, where a name that it hooks is missing: "
+            f"{error}. Install a tested release: "
             f'pip install "{package}>={oldest},<{major}.{int(minor) + 1}".'
         ) from error
 

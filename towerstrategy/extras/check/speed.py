@@ -173,7 +173,7 @@ def advice(results: Sequence[Result], one_physical: bool, on_gpus: bool) -> str:
     if one_physical or best.devices == 1:
         why = (f"the towers are parts of one {'GPU' if on_gpus else 'CPU'}, whose time they share"
                if best.devices > 1 else "there is one tower")
-        more = ("; what is more than once is how the operations use that device, not a second one"
+        more = ("; the gain is that the operations use that device better, not a second device"
                 if times > 1 else "")
         return (f"{use}. This says nothing of several devices, as {why}: {measured} with the same "
                 f"batch{more}.")

@@ -67,10 +67,10 @@ class Machines(Workers):
     def _start(self, options: Any, shares_from: str) -> list[list[int]]:
         """Waits for all workers; returns each one's index, towers and digest of its arguments."""
         digest = zlib.crc32(repr((self.cluster.tasks, shares_from)).encode())
-        own = tf.constant([[self.index, self.towers, digest]], tf.int64)
+        local = tf.constant([[self.index, self.towers, digest]], tf.int64)
         seconds = getattr(options, "timeout_seconds", None) or START
         try:
-            gathered = self._launcher.all_gather(own, _tf.Options(timeout_seconds=seconds))
+            gathered = self._launcher.all_gather(local, _tf.Options(timeout_seconds=seconds))
         except tf.errors.OpError as error:
             silent = clusters.silent(self.cluster)
             late = isinstance(error, tf.errors.DeadlineExceededError)
@@ -89,7 +89,7 @@ class Machines(Workers):
                   if digest != digests[self.index]]
         if others:
             raise ValueError(
-                "all workers must be given the same cluster, in the same words, and shares of one "
+                "all workers must be given the same cluster, written alike, and shares of one "
                 "kind, as they are compared over the towers of all, but "
                 f"{', '.join(others)} was given others than this one, which was given "
                 f"{self.cluster.addresses} and shares={shares_from or 'numbers or nothing'}.")
@@ -98,11 +98,11 @@ class Machines(Workers):
         """Sets worker 0's random seed on all workers, unless all have set the same seed."""
         # If workers take their rows of every batch, all pipelines, also Keras', must shuffle alike.
         seed = _tf.global_seed()
-        own = random.getrandbits(31) if seed is None else seed % 2**31
-        agreed = int(self.chiefs([tf.constant(own, tf.int64)])[0])
-        others = self.sum([tf.constant(int(seed is None or own != agreed))])[0]
-        if int(others):
-            tf.random.set_seed(agreed)
+        local = random.getrandbits(31) if seed is None else seed % 2**31
+        chiefs = int(self.chiefs([tf.constant(local, tf.int64)])[0])
+        differing = self.sum([tf.constant(int(seed is None or local != chiefs))])[0]
+        if int(differing):
+            tf.random.set_seed(chiefs)
 
     def sum(self, values: Sequence[Any]) -> list[Any]:
         """The sums of ``values`` over the workers: an all-reduce for each pack of small tensors.

@@ -32,7 +32,7 @@ class ShardingMachines(collectives.Machines):
     """The workers of one strategy, with all methods of :class:`placement.workers.Workers`."""
 
     @property
-    def _here(self) -> slice:
+    def _local_towers(self) -> slice:
         """The positions of this worker's towers among those of all workers."""
         return slice(self.first, self.first + self.towers)
 
@@ -42,8 +42,8 @@ class ShardingMachines(collectives.Machines):
         def cut(rows: rows_lib.Rows) -> tuple[rows_lib.Sizes, slice, rows_lib.Sizes]:
             sizes = rows_lib.split_rows(rows, self.replicas, units)
             if note is not None:
-                note(rows, sizes[self._here])
-            return sizes, self._here, sizes[counted]
+                note(rows, sizes[self._local_towers])
+            return sizes, self._local_towers, sizes[counted]
 
         return cut
 
@@ -60,16 +60,16 @@ class ShardingMachines(collectives.Machines):
           measured: the shares if they change (see :mod:`extras.measured`), else None.
         """
         datasets_lib.check_batched(dataset)
-        own = _own_batches(dataset, self, in_order)
-        if own is None:
+        batches = _batches_of_worker(dataset, self, in_order)
+        if batches is None:
             note = None if measured is None else measured.note
             elements = _map_by_units(
                 dataset, self, measured, lambda element, units: splitting.split_batch(
-                    element, self.towers, self.cuts_of(units, self._here, note)))
+                    element, self.towers, self.cuts_of(units, self._local_towers, note)))
             length = dataset.cardinality()
         else:
-            elements = _in_steps(own, self, measured, self._here)
-            length = _length_for_all(own)
+            elements = _in_steps(batches, self, measured, self._local_towers)
+            length = _length_for_all(batches)
         return WorkersDataset(
             elements, self, ready, length,
             lambda fn: self.shard_dataset(dataset.map(fn), ready, in_order, measured))
@@ -94,14 +94,14 @@ def _map_by_units(dataset: tf.data.Dataset, workers: collectives.Machines, measu
     return tf.data.Dataset.zip((dataset, measured.of_iterator())).map(fn)
 
 
-def _length_for_all(own: tf.data.Dataset) -> Any:
-    """The length of this worker's ``own`` dataset if it is infinite or unknown, else unknown."""
+def _length_for_all(batches: tf.data.Dataset) -> Any:
+    """The length of this worker's ``batches`` if it is infinite or unknown, else unknown."""
     # Others may have more or fewer batches, and Keras would end an epoch after this many.
-    length = own.cardinality()
+    length = batches.cardinality()
     return tf.constant(tf.data.UNKNOWN_CARDINALITY, tf.int64) if length >= 0 else length
 
 
-def _own_batches(dataset: tf.data.Dataset, workers: collectives.Machines,
+def _batches_of_worker(dataset: tf.data.Dataset, workers: collectives.Machines,
                  in_order: bool) -> tf.data.Dataset | None:
     """The batches of which this worker uses all rows; None if it uses a part of every batch."""
     policy = dataset.options().experimental_distribute.auto_shard_policy
@@ -120,10 +120,10 @@ def _own_batches(dataset: tf.data.Dataset, workers: collectives.Machines,
         return None
 
 
-def _in_steps(own: tf.data.Dataset, workers: collectives.Machines, measured: Any,
-              here: slice) -> tf.data.Dataset:
+def _in_steps(batches: tf.data.Dataset, workers: collectives.Machines, measured: Any,
+              local_towers: slice) -> tf.data.Dataset:
     """Splits each of this worker's batches over steps; all workers' parts make a global batch."""
-    spec = own.element_spec
+    spec = batches.element_spec
 
     def parts(element: Nest) -> tf.data.Dataset:
         leaves = tf.nest.flatten(element)
@@ -144,13 +144,13 @@ def _in_steps(own: tf.data.Dataset, workers: collectives.Machines, measured: Any
     def split_part(sized: tuple[tf.Tensor, Nest], units: rows_lib.Units) -> Nest:
         size, element = sized
         sizes = rows_lib.split_rows(
-            size, workers.towers, None if units is None else units[here])
+            size, workers.towers, None if units is None else units[local_towers])
         if measured is not None:
             measured.note(size, sizes)
         return splitting.split_batch(
             element, workers.towers, lambda _: (sizes, slice(None), sizes))
 
-    sized = own.flat_map(datasets_lib.on_elements(spec, parts))
+    sized = batches.flat_map(datasets_lib.on_elements(spec, parts))
     return _map_by_units(sized, workers, measured, split_part)
 
 
@@ -186,29 +186,29 @@ class Agreement(NamedTuple):
 
     def batch(self, iterator: Any) -> Nest:
         """The next element; raises at the end of the data of all workers."""
-        exists, rows, own = self._take(iterator)
+        exists, rows, local = self._take(iterator)
         # An empty iterator raises the error about the end of the data.
         ended = tf.cond(exists, lambda: tf.constant(0, tf.int64),
                         lambda: iter(tf.data.Dataset.range(0)).get_next())
         with tf.control_dependencies([ended]):
-            own = own if tf.executing_eagerly() else iterators.copied(own)
-        return self.element(own, rows)
+            local = local if tf.executing_eagerly() else iterators.copied(local)
+        return self.element(local, rows)
 
     def optional(self, iterator: Any) -> tf.experimental.Optional:
         """The next element as an optional, which has no value after the end of the data."""
-        exists, rows, own = self._take(iterator)
-        return iterators.HeldOptional(iterator.element_spec, exists, self.element(own, rows))
+        exists, rows, local = self._take(iterator)
+        return iterators.HeldOptional(iterator.element_spec, exists, self.element(local, rows))
 
     def _take(self, iterator: Any) -> tuple[tf.Tensor, tf.Tensor, Any]:
         with tf.device("CPU:0"):
             return self.of_host(iterator.take())
 
-    def of_host(self, own: Any) -> tuple[tf.Tensor, tf.Tensor, Any]:
-        """Whether there is an element, the rows of all towers, and the pipeline's element ``own``.
+    def of_host(self, local: Any) -> tuple[tf.Tensor, tf.Tensor, Any]:
+        """Whether there is an element, the rows of all towers, and the pipeline's own (``local``).
 
-        It needs only the host's part of ``own``; the other parts may be taken later.
+        It needs only the host's part of ``local``; the other parts may be taken later.
         """
-        workers, (exists, rows, *_) = self._workers, own
+        workers, (exists, rows, *_) = self._workers, local
         with tf.device("CPU:0"):
             one = tf.cast(exists, tf.int64)
             before, after = workers.first, workers.replicas - workers.first - workers.towers
@@ -217,18 +217,18 @@ class Agreement(NamedTuple):
             sums.set_shape([1 + workers.replicas])
             batched = any(isinstance(spec, sub_batches.SubBatchesSpec)
                           for spec in tf.nest.flatten(self.packed))
-            return sums[0] >= (1 if batched else workers.count), sums[1:], own
+            return sums[0] >= (1 if batched else workers.count), sums[1:], local
 
-    def element(self, own: Any, rows: tf.Tensor) -> Nest:
-        """An element with the values of the pipeline's element ``own`` and all towers' rows."""
-        return self._pack(own[2], lambda parts: sub_batches.SubBatches(parts, rows=rows),
+    def element(self, local: Any, rows: tf.Tensor) -> Nest:
+        """An element with the values of the pipeline's element ``local`` and all towers' rows."""
+        return self._pack(local[2], lambda parts: sub_batches.SubBatches(parts, rows=rows),
                           _tf.PerReplica)
 
-    def element_spec(self, own: Any) -> Nest:
-        """The spec of an element with the row counts of all machines; ``own`` is the pipeline's."""
+    def element_spec(self, local: Any) -> Nest:
+        """The spec of an element with the row counts of all machines, by the pipeline's spec."""
         counts = tf.TensorSpec([self._workers.replicas], tf.int64)
         return self._pack(
-            own[2], lambda specs: sub_batches.SubBatchesSpec(*specs, counts, counted=True),
+            local[2], lambda specs: sub_batches.SubBatchesSpec(*specs, counts, counted=True),
             lambda specs: _tf.PerReplicaSpec(*specs))
 
     def _pack(self, values: Sequence[Any], batched: Callable[[list[Any]], Any],

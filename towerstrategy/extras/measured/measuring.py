@@ -109,9 +109,9 @@ class Measuring:
         if self._workers is None:
             return
         zeros = [0.] * len(self._rows)
-        own = tf.constant([*(self._result or (zeros, zeros)), self._rows], tf.float64)
+        local = tf.constant([*(self._result or (zeros, zeros)), self._rows], tf.float64)
         rates, errors, rows = tf.transpose(
-            self._workers.gather_rows([tf.transpose(own)])[0]).numpy()
+            self._workers.gather_rows([tf.transpose(local)])[0]).numpy()
         if min(rates) > 0:
             self._decide(rates.tolist(), errors.tolist(), int(sum(rows)))
 

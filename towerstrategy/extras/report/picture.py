@@ -59,8 +59,8 @@ def _bars(axes: Any, epoch: Epoch) -> None:
     """Draws the parts of an epoch's sampled step."""
     sample: Any = epoch.sampled
     step = 1e3 * sample.step
-    most = max(1e3 * (part.seconds or 0) for part in epoch.parts)
-    shown = most if most and sample.too_short else step
+    longest = max(1e3 * (part.seconds or 0) for part in epoch.parts)
+    shown = longest if longest and sample.too_short else step
     for height, part in enumerate(epoch.parts):
         busy = 1e3 * (part.seconds or 0)
         shows_idle = part.idle is not None and not sample.too_short

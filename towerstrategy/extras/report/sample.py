@@ -177,7 +177,7 @@ def _covered(intervals: Iterable[Interval], window: Interval | None) -> float:
 def _intervals(spaces: Iterable[Any], placement: devices_lib.Placement
                ) -> Mapping[tuple[Part, bool], list[Interval]]:
     """The intervals in which each part of the step ran: on the host (True) or on accelerators."""
-    found: dict[tuple[Part, bool], list[Interval]] = collections.defaultdict(list)
+    intervals: dict[tuple[Part, bool], list[Interval]] = collections.defaultdict(list)
     alone = len(placement.towers) == 1 and not placement.rows
     parts_of = functools.cache(lambda name: _parts(name, alone, placement.micro_batches))
     for plane in (plane for space in spaces for plane in space.planes):
@@ -195,8 +195,8 @@ def _intervals(spaces: Iterable[Any], placement: devices_lib.Placement
                          for stat in event.stats if stat.metadata_id in op_keys), "")):
                     start = line.timestamp_ns * 1000 + event.offset_ps
                     if not (alone and of_data and part == 0):
-                        found[part, on_host].append((start, start + event.duration_ps))
-    return found
+                        intervals[part, on_host].append((start, start + event.duration_ps))
+    return intervals
 
 
 def _parts(name: str, alone: bool, micro_batches: int) -> Sequence[Part]:

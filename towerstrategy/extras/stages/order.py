@@ -194,21 +194,22 @@ def _legs(traced: _Traced, owners: Mapping[str, int],
     for name in traced.in_order():
         replica = owners.get(name)
         micro_batch = 0 if replica is None else replica % placement.micro_batches
-        found = 0, micro_batch
+        needed = 0, micro_batch
         for other in traced.waits[name]:
             number, last = latest[other]
             owner = owners.get(other)
             if replica is None:
-                found = max(found, (number, last))
+                needed = max(needed, (number, last))
             elif owner != replica and last > (0 if owner is None else micro_batch):
-                found = max(found, (number + 1, micro_batch))  # all micro-batches end this round
+                # All micro-batches end this round first.
+                needed = max(needed, (number + 1, micro_batch))
             else:
-                found = max(found, (number, micro_batch))
-        latest[name] = found
+                needed = max(needed, (number, micro_batch))
+        latest[name] = needed
         if replica is not None:
             before = [legs[other] for other in traced.waits[name]
-                      if other in legs and legs[other][:2] == (found[0], replica)]
-            legs[name] = Leg(found[0], replica, *_stage_and_direction(
+                      if other in legs and legs[other][:2] == (needed[0], replica)]
+            legs[name] = Leg(needed[0], replica, *_stage_and_direction(
                 traced.operations[name], before, placement, replica))
     return legs
 
