@@ -21,17 +21,12 @@ from towerstrategy import _tensorflow as _tf
 
 
 class Hook(NamedTuple):
-    """A replacement for a function or method of Keras.
+    """A replacement for a function or method of Keras."""
 
-    Attributes:
-      replacement: called in its place, with the original function before the arguments.
-      reason: what the original does wrong on towers.
-      in_models: whether it replaces the method on a strategy's models, not on Keras' class.  The
-        name must be in that Keras' ``names.ENTRIES``, too.
-    """
-
-    replacement: Callable[..., Any]
-    reason: str
+    replacement: Callable[..., Any]  # takes the original, then its arguments
+    reason: str  # what the original does wrong on towers
+    # Whether it replaces a method on a strategy's models, not on Keras' class.  If so, the name is
+    # in that Keras' ``names.ENTRIES``, too.
     in_models: bool = False
 
 

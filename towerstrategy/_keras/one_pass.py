@@ -32,17 +32,11 @@ _raw = tf.raw_ops
 
 
 class Kernel(NamedTuple):
-    """An update of a variable.
+    """An update of a variable by a kernel of TensorFlow."""
 
-    Attributes:
-      slots: the names of the slots -> the optimizer's attributes, which are lists of slots.
-      apply: takes the variable, its gradient and, by name, the slots.
-      sparse: the same for a gradient of slices; None if Keras' code has to run.
-    """
-
-    slots: Mapping[str, str]
-    apply: Callable[..., Any]
-    sparse: Callable[..., Any] | None = None
+    slots: Mapping[str, str]  # the slots' names -> the optimizer's attributes, lists of slots
+    apply: Callable[..., Any]  # takes the variable, its gradient and, by name, the slots
+    sparse: Callable[..., Any] | None = None  # the same for slices; None if Keras' code has to run
 
 
 # Takes an optimizer, the step's learning rate, and the extra ``cpu`` (None on other devices).

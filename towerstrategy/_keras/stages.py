@@ -23,8 +23,7 @@ from towerstrategy import _tensorflow as _tf, contexts
 from towerstrategy._keras import hooks, state
 from towerstrategy.placement import homes as homes_lib, kind
 
-# Attributes with the stages in which a layer was made and first called.  Nodes of functional models
-# have the first, too.
+# Attributes for the stages in which a layer, or a functional model's node, was made and called.
 MADE_IN, CALLED_IN = "_tower_stage", "_tower_stage_called"
 # The rows of a micro-batch if the model does not say how many its batches have.
 DEFAULT_ROWS = 32
@@ -138,8 +137,7 @@ def _stage_in_tower(strategy: tf.distribute.Strategy,
 def _check_entered(strategy: tf.distribute.Strategy, model: Any, entered: set[int],
                    names: Any) -> None:
     """Raises ``ValueError`` if no layer of a trained model has run in some stage."""
-    # A model that is not compiled may be a part of another one; if it does not train, only a part
-    # of it may have run.
+    # An uncompiled model may be a part of another; without training, only a part of it may run.
     if entered and not (state.optimizers_of(model, names) and _tf.may_be_recorded()):
         return
     count = strategy.extended.placement.stages

@@ -32,10 +32,7 @@ def trainer_init(original: Callable[..., Any], self: Any) -> None:
 
 
 def _resolving_auto_jit(model: Any, strategy: Any) -> contextlib.AbstractContextManager[None]:
-    """A context in which ``jit_compile="auto"`` means True on GPUs, as without a strategy.
-
-    With a strategy, Keras means False.
-    """
+    """A context in which ``jit_compile="auto"`` means XLA on GPUs, as without a strategy."""
     return hooks.patched(model, _resolve_auto_jit_compile=lambda: (
         "CPU" not in strategy.extended.placement.kinds
         and bool(base_trainer.model_supports_jit(model))))
@@ -46,10 +43,7 @@ compile = functools.partial(training_rules.compile, names, _resolving_auto_jit)
 
 @contextlib.contextmanager
 def _without_jit_of_step(model: Any) -> Iterator[bool]:
-    """A context in which Keras makes uncompiled steps if XLA is to compile the towers' parts only.
-
-    Yields whether XLA is to compile the towers' parts only.
-    """
+    """Yields whether XLA compiles the towers' parts; if so, Keras makes uncompiled steps here."""
     compiles = training_rules.compiles_towers(model)
     with hooks.patched(model, _jit_compile=model._jit_compile and not compiles):
         yield compiles
@@ -94,10 +88,7 @@ class _ReadByStep:
 
 
 def make_function(original: Callable[..., Any], self: Any, step_function: Any) -> Any:
-    """The hook for ``_make_function``: the function of train and test steps on towers.
-
-    It adopts variables that were built since ``compile``, and splits the data of ``*_on_batch``.
-    """
+    """The hook for ``_make_function``: adopts new variables; splits the data of ``*_on_batch``."""
     strategy = training_rules.strategy_of(self, names)
     if strategy is None:
         return original(self, step_function)
@@ -192,9 +183,9 @@ def symbolic_build(original: Callable[..., Any], self: Any, iterator: Any = None
 
 
 def _with_known_outputs(model: Any) -> contextlib.AbstractContextManager[None]:
-    """A context in which calling a functional model returns placeholders, without its layers.
+    """A context in which a functional model, if called, returns placeholders for its outputs.
 
-    Keras calls it only for the shapes and dtypes of the outputs, which the model knows.
+    Keras calls it here only for the outputs' shapes and dtypes, which the model knows.
     """
     functional = getattr(model, "_functional", model)  # a Sequential has one inside
     outputs = getattr(functional, "_outputs_struct", None)
