@@ -111,8 +111,7 @@ def _call_outside_tower(strategy: tf.distribute.Strategy, original: Callable[...
 
 
 @contextlib.contextmanager
-def _stage_in_tower(strategy: tf.distribute.Strategy,
-                    tower: contexts.AnyContext, layer: Any,
+def _stage_in_tower(strategy: tf.distribute.Strategy, tower: contexts.AnyContext, layer: Any,
                     names: Any) -> Iterator[None]:
     """A context that runs a layer of a tower in its stage."""
     stages = strategy.extended.stages

@@ -31,7 +31,7 @@ GAIN, CLEAR_GAIN = 0.05, 0.25
 SURE = 3
 # Equal shares are taken if the slowest tower then takes at most this much more time.
 NEAR = 0.05
-_KEPT_ROUNDS = 3
+_KEPT_ROUNDS = 3  # whose samples count; for as many, so do the rates before a change
 # The share of a training's time that samples may take, once shares are settled.
 MOST = 0.005
 # Steps that trace, and steps whose batches were split before shares changed.
