@@ -27,9 +27,6 @@ class Clock:
 
     run = sample_lib.Recording.run
 
-    def drop(self):
-        self.ended += 1
-
     def end(self, placement):
         del placement
         self.ended += 1

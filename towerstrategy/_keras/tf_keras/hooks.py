@@ -33,7 +33,7 @@ HOOKS: dict[tuple[Any, str], hooks.Hook] = {
         "multiplies a replica's mean by 1/R; a tower's mean needs the tower's share of the rows"),
     (keras_losses.Loss, "_get_reduction"): hooks.Hook(
         optimizers.get_reduction,
-        "refuses means in a strategy's scope, also in a step that has all rows, as on one device"),
+        "refuses means in a strategy's scope; in a step that has all rows they are right"),
     **{(cls, "apply_gradients"): hooks.Hook(
         optimizers.apply_gradients,
         "clips and decays each replica's gradients; they have to be merged first")

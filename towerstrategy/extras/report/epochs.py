@@ -191,8 +191,7 @@ class Watch:
         """Ends an epoch and returns its measurements."""
         seconds = time.perf_counter() - self._epoch_start
         shares = self.model.distribute_strategy.shares
-        # Do not sample an epoch's first step, or its last, which may have fewer rows, if there are
-        # other ones.
+        # If there are others, sample neither the first step nor the last, which may be smaller.
         self._from_call = max(0, min(_WARM_UP, self._calls - 2))
         return Epoch(self._epoch, seconds, tuple(self._parts(self._rows_taken())), self.sample,
                      self.sampled_in, shares and tuple(shares))

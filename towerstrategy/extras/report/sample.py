@@ -83,10 +83,7 @@ class Sample:
 
 
 def begin(what: str) -> Recording | None:
-    """A new recording; None if another profile is being taken, or if it fails.
-
-    A failure is a warning that the report could not do ``what``.
-    """
+    """A new recording; None if another profile runs or, with a warning about ``what``, it fails."""
     with quiet.harmless(what), contextlib.suppress(tf.errors.AlreadyExistsError):
         return Recording(what)
     return None
