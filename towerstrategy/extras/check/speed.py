@@ -154,7 +154,7 @@ def state_bytes(model: Any) -> dict[str, int]:
 
 
 def advice(results: Sequence[Result], one_physical: bool, on_gpus: bool) -> str:
-    """Which merge device to use, and whether towers pay; parts of one physical device cannot."""
+    """Which merge device to use, and whether towers pay; unknown if they share ``one_physical``."""
     by_way = {result.way: result for result in results
               if result.error is None and not result.way.endswith(NO_XLA)}
     alone, mirrored = by_way.pop(ONE_DEVICE, None), by_way.pop(MIRRORED, None)
@@ -173,7 +173,7 @@ def advice(results: Sequence[Result], one_physical: bool, on_gpus: bool) -> str:
     if one_physical or best.devices == 1:
         why = (f"the towers are parts of one {'GPU' if on_gpus else 'CPU'}, whose time they share"
                if best.devices > 1 else "there is one tower")
-        more = ("; the gain is that the operations use that device better, not a second device"
+        more = ("; the gain is in how operations use that device, not from a second one"
                 if times > 1 else "")
         return (f"{use}. This says nothing of several devices, as {why}: {measured} with the same "
                 f"batch{more}.")
