@@ -115,7 +115,7 @@ class TowerStrategy(kind.Kind):
                                     draws)
         resolver = (clusters.resolver_of_environment() if cluster_resolver is None
                     else cluster_resolver)
-        cluster = clusters.join(resolver, devices_lib.stages_asked(devices))
+        cluster = clusters.join(resolver, devices_lib.largest_stage_count(devices))
         placement = devices_lib.place(devices, merge_device, shares, micro_batches)
         workers = None if cluster is None else shards.ShardingMachines(
             cluster, placement, communication_options)

@@ -39,7 +39,7 @@ _collective_keys = cross_device_utils.CollectiveKeys(group_key_start=7000)
 class CollectiveLauncher(cross_device_utils.CollectiveReplicaLauncher):
     """Makes collective ops as MultiWorkerMirroredStrategy does, on one device per worker.
 
-    They have the same order on every worker, and a new key for each call of a tf.function.  They
+    The ops have the same order on every worker, and a new key for each call of a tf.function.  They
     also work in branches and in functions called there, to which TensorFlow hands no keys.
     """
 

@@ -28,7 +28,7 @@ _ENDLESS = (
 _MANY, _TOO_MANY = 100, 1000
 _taken_in: weakref.WeakKeyDictionary[tf.Graph, int] = weakref.WeakKeyDictionary()
 
-# From a dataset, and a function from an element to the towers' row counts (a vector or None): a
+# Takes a dataset, and a function from an element to its row counts (a vector or None).  Returns the
 # dataset that counts the rows of the elements taken from it, and a function that returns the counts
 Follow = Callable[[tf.data.Dataset, Callable[[tuple[Any, ...]], Any]], tuple[tf.data.Dataset, Any]]
 

@@ -16,7 +16,7 @@ from towerstrategy.batch import rows as rows_lib
 
 
 def with_open_rows(element: Any) -> Any:
-    """``element``, for which functions are traced for any number of rows: one for all shares."""
+    """Marks ``element`` so that functions are traced for any row counts: once for all shares."""
     for leaf in tf.nest.flatten(element):
         if isinstance(leaf, SubBatches):
             leaf.open_rows = True

@@ -253,8 +253,8 @@ def _signs_of_gpus() -> Iterator[str]:
         yield "CUDA's libraries are installed (the package nvidia.cudnn)"
 
 
-def stages_asked(devices: Any) -> int:
-    """The largest number of stages of a tower in ``devices``, without initializing TensorFlow."""
+def largest_stage_count(devices: Any) -> int:
+    """The most stages that ``devices`` gives a tower; does not initialize TensorFlow's devices."""
     return max(map(len, filter(_is_list, devices)), default=1) if _is_list(devices) else 1
 
 
