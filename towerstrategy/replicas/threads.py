@@ -83,8 +83,7 @@ class _Call(contexts.Call):
         self._written: list[alone.Written] = []
         devices = strategy.extended.worker_devices
         self._operations: list[set[str]] = [set() for _ in devices]  # names, for each tower
-        self._placers = [strategy.extended.stages.placer(number)
-                         for number in range(len(devices))]
+        self._placers = list(map(strategy.extended.stages.placer, range(len(devices))))
         shared: dict[str, list[tf.Variable]] = {}  # what tower 0 creates, the others get
         self._towers = [_Tower(
             contexts.TowerContext(strategy, number, shares, self),
