@@ -1,17 +1,17 @@
-"""What XLA makes of a step: fewer kernels, and stretches that start and end as one.
+"""A model of XLA: it fuses operations into kernels, and kernels into clusters.
 
-Goes in: operations and what each costs.  Comes out: fewer of them, with their costs.
+Goes in: operations and the seconds of each.  Comes out: fewer operations, with their seconds.
 
-:func:`kernels` puts operations that go over tensors into one kernel, which reads what comes from
-outside and writes what is read outside, once each; products, convolutions and other calls of
-libraries stay as they are, and a reduction ends its kernel.  This is less than XLA can do (it makes
-a tensor twice in place of writing it) and more (it does not fuse tensors of different shapes), in
-bytes; that is part of what the factor on all costs stands for, see :mod:`gpus`.
+:func:`kernels` fuses elementwise operations into one kernel.  The kernel reads each of its inputs
+once, and writes each tensor that is read outside of it once.  Matrix products, convolutions and
+other library calls are not fused, and a reduction is the last operation of its kernel.  XLA can do
+better (it computes a tensor twice rather than write it) and worse (it does not fuse tensors of
+different shapes).  The factor on all costs includes this error, see :mod:`gpus`.
 
-:func:`clusters` makes one operation of all that TensorFlow compiles as one: it starts when all that
-it takes is there, and gives all that it makes at its end.  TensorFlow's own clusters of a step of
-ours (``TF_XLA_FLAGS=--tf_xla_clustering_debug``) are these: forward pass, backward pass, and each
-sum of gradients.
+:func:`clusters` makes one operation of each cluster that TensorFlow compiles: it starts when all
+its inputs are there, and all its outputs are there when it ends.  In our steps TensorFlow's own
+clusters (``TF_XLA_FLAGS=--tf_xla_clustering_debug``) are the forward pass, the backward pass, and
+each sum of gradients.
 """
 
 from __future__ import annotations
@@ -23,91 +23,99 @@ from collections.abc import Sequence
 
 from benchmarks import flat, links
 
-# Kernels of libraries or of their own in XLA, too; by how their names begin.
-_WHOLE = ("Conv", "DepthwiseConv", "MatMul", "BatchMatMul", "Einsum", "MaxPool", "AvgPool",
+# Prefixes of types that XLA does not fuse: library calls and kernels of their own.
+_UNFUSED = ("Conv", "DepthwiseConv", "MatMul", "BatchMatMul", "Einsum", "MaxPool", "AvgPool",
           "FusedBatchNorm", "ResourceApply", "ResourceScatter", "ResourceGather", "GatherV2",
           "UnsortedSegment", "Scatter", "TopK", "Sort", "Unique", "While", "Stateless", "Random",
           "Placeholder", "Const", "NoOp", "ReadVariableOp", "VarHandle")
 _REDUCTIONS = ("Sum", "Mean", "Max", "Min", "Prod", "All", "Any", "ArgMax", "BiasAddGrad",
-               "GivenFusedBatchNormGrad", "Softmax", "LogSoftmax", "SparseSoftmax")
+               "InferenceFusedBatchNormGrad", "Softmax", "LogSoftmax", "SparseSoftmax")
 _WRITES = ("AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp")
-_SMALL = 64  # bytes: what so few go to is not one kernel for that
+_SMALL = 64  # bytes; a tensor that is not larger does not join two operations in one kernel
 
 Step = tuple[list[flat.Operation], dict[str, float]]
 
 
 def kernels(operations: Sequence[flat.Operation], seconds: dict[str, float],
-            machine: links.Machine, everything: bool) -> Step:
-    """The operations that run when XLA has fused those that it compiles.
+            machine: links.Machine, compile_all: bool) -> Step:
+    """The kernels of a step after XLA's fusion, and their seconds by name.
 
     Args:
-      operations: a step's.
-      seconds: what each costs, by name.
-      machine: where.
-      everything: all operations on GPUs are compiled, and not those alone that are marked.
+      operations: the operations of the step.
+      seconds: the seconds of each, by name.
+      machine: the machine that runs them.
+      compile_all: whether XLA compiles all operations on GPUs, or only those with an XLA scope.
     """
-    def joins(each: flat.Operation) -> bool:
+    def can_fuse(each: flat.Operation) -> bool:
         return (each.device.startswith("GPU") and not each.link
-                and (everything or bool(each.compiled)) and not each.type.startswith(_WHOLE))
+                and (compile_all or bool(each.xla_scope)) and not each.type.startswith(_UNFUSED))
 
-    # When XLA compiles, shapes are known.
-    operations = [dataclasses.replace(each, inputs=[]) if each.type in flat.OF_SHAPES else each
-                  for each in (_handed_on(operations) if everything else operations)]
-    groups = groups_of(operations, list(map(joins, operations)), of_kernels=True)
-    made, seconds = _merged(operations, groups, seconds)
-    rate = 1e9 * links.GPUS[machine.gpu].memory
-    seconds.update({each.name: each.moved / rate for each in made if each.type == "Fusion"})
-    return made, seconds
+    # XLA knows all shapes when it compiles: an operation on a shape does not wait for the tensor.
+    operations = [dataclasses.replace(each, inputs=[]) if each.type in flat.SHAPE_OPS else each
+                  for each in (_forward_writes(operations) if compile_all else operations)]
+    groups = find_groups(operations, list(map(can_fuse, operations)), of_kernels=True)
+    fused, seconds = _merge(operations, groups, seconds)
+    rate = 1e9 * links.GPUS[machine.gpu].memory_bandwidth
+    seconds.update({each.name: each.accessed_bytes / rate for each in fused
+                    if each.type == "Fusion"})
+    return fused, seconds
 
 
 def clusters(operations: Sequence[flat.Operation], seconds: dict[str, float],
              machine: links.Machine, factor: float) -> Step:
-    """The operations that run where what is marked starts and ends as one.
+    """The operations of a step, with one for each XLA cluster, and their seconds by name.
+
+    A cluster takes as long as its kernels (:func:`kernels`), each at least the time of a launch.
 
     Args:
-      operations, seconds, machine: as for :func:`kernels`, which are these of a cluster.
-      factor: how much longer than ``seconds`` a GPU takes.
+      operations, seconds, machine: as for :func:`kernels`.
+      factor: a GPU takes ``factor`` times ``seconds``.
     """
-    groups = groups_of(operations, [bool(each.compiled) for each in operations], of_kernels=False)
+    groups = find_groups(operations, [bool(each.xla_scope) for each in operations])
     names: dict[int, str] = {}
     for each, group in zip(operations, groups):
         names.setdefault(group, each.name)
     inside, costs = kernels(
-        [dataclasses.replace(each, compiled=each.compiled and names[group])
-         for each, group in zip(operations, groups)], seconds, machine, everything=False)
-    made, seconds = _merged(operations, groups, seconds)
-    seconds.update({each.compiled: 0.0 for each in inside if each.compiled})
+        [dataclasses.replace(each, xla_scope=each.xla_scope and names[group])
+         for each, group in zip(operations, groups)], seconds, machine, compile_all=False)
+    merged, seconds = _merge(operations, groups, seconds)
+    seconds.update({each.xla_scope: 0.0 for each in inside if each.xla_scope})
     for each in inside:
-        if each.compiled and each.type not in flat.FREE:
-            seconds[each.compiled] += max(costs[each.name], links.LAUNCH["GPU"] / factor)
-    return made, seconds
+        if each.xla_scope and each.type not in flat.FREE:
+            seconds[each.xla_scope] += max(costs[each.name], links.LAUNCH["GPU"] / factor)
+    return merged, seconds
 
 
-def _handed_on(operations: Sequence[flat.Operation]) -> list[flat.Operation]:
-    """The same, but what a compiled stretch reads of a variable that it has written is the value.
-    """
-    made = list(operations)
+def _forward_writes(operations: Sequence[flat.Operation]) -> list[flat.Operation]:
+    """``operations``, in which a read after a write of the variable gets the written value."""
+    forwarded = list(operations)
     for number, each in enumerate(operations):
         written = [wait for wait in each.waits if operations[wait].type in _WRITES
                    and operations[wait].inputs[0] == each.inputs[0]] \
             if each.type == "ReadVariableOp" else []
         if written:
-            made[written[-1]] = dataclasses.replace(made[written[-1]], sizes=each.sizes)
-            made[number] = dataclasses.replace(each, type="Identity", inputs=[(written[-1], 0)])
-    return made
+            forwarded[written[-1]] = dataclasses.replace(forwarded[written[-1]], sizes=each.sizes)
+            forwarded[number] = dataclasses.replace(each, type="Identity",
+                                                    inputs=[(written[-1], 0)])
+    return forwarded
 
 
-def groups_of(operations: Sequence[flat.Operation], member: Sequence[bool], of_kernels: bool = False
-            ) -> list[int]:
-    """For each operation the first one of its group.
+def find_groups(operations: Sequence[flat.Operation], can_fuse: Sequence[bool],
+                of_kernels: bool = False) -> list[int]:
+    """For each operation, the number of the first operation of its group.
 
-    A way that leaves a group does not come back to it: who stands behind it is of a higher level,
-    and a group is of one level.
+    No path leaves a group and comes back: all operations of a group have the same level, and an
+    operation that depends on a group from outside has a higher level.
+
+    Args:
+      operations: the operations of the step.
+      can_fuse: whether each operation can be in a group with others.
+      of_kernels: whether the groups are kernels; else they are clusters.
     """
     first, level = list(range(len(operations))), [0] * len(operations)
     smallest = _SMALL if of_kernels else -1
-    hangs_on: list[list[int]] = []
-    readers: list[list[int]] = [[] for _ in operations]  # -1: one outside
+    fused_sources: list[list[int]] = []
+    readers: list[list[int]] = [[] for _ in operations]  # -1: a reader that cannot be fused with it
 
     def root(number: int) -> int:
         while first[number] != number:
@@ -119,78 +127,80 @@ def groups_of(operations: Sequence[flat.Operation], member: Sequence[bool], of_k
         before = [(source, _size(operations[source], index)) for source, index in each.inputs]
         before += [(source, 0) for source in each.waits]
 
-        def goes_on(source: int, each: flat.Operation = each, number: int = number) -> bool:
+        def fuses(source: int, each: flat.Operation = each, number: int = number) -> bool:
             ends = of_kernels and operations[source].type.startswith(_REDUCTIONS)
-            return (member[source] and member[number] and not ends
+            return (can_fuse[source] and can_fuse[number] and not ends
                     and operations[source].device == each.device
-                    and operations[source].compiled == each.compiled)
+                    and operations[source].xla_scope == each.xla_scope)
 
-        level[number] = max((level[source] + (member[source] and not goes_on(source))
+        level[number] = max((level[source] + (can_fuse[source] and not fuses(source))
                              for source, _ in before), default=0)
-        hangs_on.append([source for source, size in before if size > smallest and goes_on(source)])
+        fused_sources.append([source for source, size in before
+                              if size > smallest and fuses(source)])
         for source, _ in before:
-            readers[source].append(number if goes_on(source) else -1)
-    if of_kernels:  # what only kernels behind need is made there, and not written before
+            readers[source].append(number if fuses(source) else -1)
+    if of_kernels:  # a tensor that only later kernels read is computed there and never written
         for number in reversed(range(len(operations))):
             if readers[number] and min(readers[number]) >= 0:
                 level[number] = min(level[reader] for reader in readers[number])
-    for number, sources in enumerate(hangs_on):
+    for number, sources in enumerate(fused_sources):
         for source in sources:
             if level[source] == level[number]:
                 first[root(number)] = root(source)
     return [root(number) for number in range(len(operations))]
 
 
-def _merged(operations: Sequence[flat.Operation], groups: Sequence[int],
-            seconds: dict[str, float]) -> Step:
-    """One operation for each group of more than one."""
+def _merge(operations: Sequence[flat.Operation], groups: Sequence[int],
+           seconds: dict[str, float]) -> Step:
+    """Merges each group into one operation, which takes the seconds of all of them."""
     members: dict[int, list[int]] = collections.defaultdict(list)
     for number, group in enumerate(groups):
         members[group].append(number)
-    outside: set[flat.Source] = set()
+    read_outside: set[flat.Source] = set()
     for number, each in enumerate(operations):
-        outside.update(source for source in each.inputs if groups[source[0]] != groups[number])
-    made: dict[int, flat.Operation] = {}
+        read_outside.update(source for source in each.inputs if groups[source[0]] != groups[number])
+    merged: dict[int, flat.Operation] = {}
     outputs: dict[flat.Source, flat.Source] = {}
     costs = {}
     for group, numbers in members.items():
         inside = [operations[number] for number in numbers]
-        given = [(number, index) for number in numbers
-                 for index in range(len(operations[number].sizes))
-                 if len(numbers) == 1 or (number, index) in outside]
-        outputs.update({source: (group, place) for place, source in enumerate(given)})
+        sources = [(number, index) for number in numbers
+                   for index in range(len(operations[number].sizes))
+                   if len(numbers) == 1 or (number, index) in read_outside]
+        outputs.update({source: (group, index) for index, source in enumerate(sources)})
         costs[inside[0].name] = sum(seconds.get(each.name, 0.0) for each in inside)
-        made[group] = inside[0] if len(numbers) == 1 else _one(operations, inside, groups, group,
-                                                               given)
-    return _renumbered(operations, made, groups, outputs), costs
+        merged[group] = inside[0] if len(numbers) == 1 else _merge_group(
+            operations, inside, groups, group, sources)
+    return _in_order(operations, merged, groups, outputs), costs
 
 
-def _one(operations: Sequence[flat.Operation], inside: Sequence[flat.Operation],
-         groups: Sequence[int], group: int, given: Sequence[flat.Source]) -> flat.Operation:
-    taken = dict.fromkeys(source for each in inside for source in each.inputs
-                          if groups[source[0]] != group)
+def _merge_group(operations: Sequence[flat.Operation], inside: Sequence[flat.Operation],
+                 groups: Sequence[int], group: int, outputs: Sequence[flat.Source]
+                 ) -> flat.Operation:
+    """One operation for the operations ``inside`` of a group, with ``outputs``."""
+    inputs = dict.fromkeys(source for each in inside for source in each.inputs
+                           if groups[source[0]] != group)
     waits = dict.fromkeys(wait for each in inside for wait in each.waits if groups[wait] != group)
-    sizes = [_size(operations[number], index) for number, index in given]
-    had = {operations[number].inputs[0] for number, _ in taken
-           if operations[number].type == "ReadVariableOp"}
-    written = 0
+    sizes = [_size(operations[number], index) for number, index in outputs]
+    variables_read = {operations[number].inputs[0] for number, _ in inputs
+                      if operations[number].type == "ReadVariableOp"}
+    accessed = sum(_size(operations[number], index) for number, index in inputs)
     for each in inside:
-        if each.type in _WRITES:  # of which those that add read what they add to
-            adds = each.type != "AssignVariableOp" and each.inputs[0] not in had
+        if each.type in _WRITES:  # an addition reads the variable, too, if nothing else has read it
+            adds = each.type != "AssignVariableOp" and each.inputs[0] not in variables_read
             source, index = each.inputs[-1]
-            written += (1 + adds) * _size(operations[source], index)
-    written += sum(_size(operations[number], index) for number, index in {
-        _origin(operations, source, groups, group) for source in given})
-    read = sum(_size(operations[number], index) for number, index in taken)
+            accessed += (1 + adds) * _size(operations[source], index)
+    accessed += sum(_size(operations[number], index) for number, index in {
+        _stored(operations, source, groups, group) for source in outputs})
     free = all(each.type in flat.FREE and each.type not in _WRITES for each in inside)
-    return dataclasses.replace(inside[0], type="Identity" if free else "Fusion", asked=(),
-                               inputs=list(taken), waits=list(waits), sizes=sizes,
-                               moved=read + written)
+    return dataclasses.replace(inside[0], type="Identity" if free else "Fusion", query=(),
+                               inputs=list(inputs), waits=list(waits), sizes=sizes,
+                               accessed_bytes=accessed)
 
 
-def _origin(operations: Sequence[flat.Operation], source: flat.Source, groups: Sequence[int],
+def _stored(operations: Sequence[flat.Operation], source: flat.Source, groups: Sequence[int],
             group: int) -> flat.Source:
-    """What is handed on under another name: one tensor in memory."""
+    """The tensor in memory that ``source`` is, behind identities and reshapes of the group."""
     while True:
         each = operations[source[0]]
         if each.type not in flat.FREE or not each.inputs or groups[each.inputs[0][0]] != group:
@@ -198,35 +208,35 @@ def _origin(operations: Sequence[flat.Operation], source: flat.Source, groups: S
         source = each.inputs[0]
 
 
-def _renumbered(operations: Sequence[flat.Operation], made: dict[int, flat.Operation],
-                groups: Sequence[int], outputs: dict[flat.Source, flat.Source]
-                ) -> list[flat.Operation]:
-    """In an order in which each stands behind what it takes."""
+def _in_order(operations: Sequence[flat.Operation], merged: dict[int, flat.Operation],
+              groups: Sequence[int], outputs: dict[flat.Source, flat.Source]
+              ) -> list[flat.Operation]:
+    """The merged operations in topological order, with the numbers of this order."""
     before = {group: {groups[source] for source in (*(source for source, _ in each.inputs),
                                                     *each.waits)} - {group}
-              for group, each in made.items()}
-    behind: dict[int, list[int]] = collections.defaultdict(list)
+              for group, each in merged.items()}
+    after: dict[int, list[int]] = collections.defaultdict(list)
     for group, sources in before.items():
         for source in sources:
-            behind[source].append(group)
+            after[source].append(group)
     missing = {group: len(sources) for group, sources in before.items()}
     ready = [group for group, count in missing.items() if not count]
     heapq.heapify(ready)
-    place: dict[int, int] = {}
+    place: dict[int, int] = {}  # group -> its number in the new order
     while ready:
         group = heapq.heappop(ready)
         place[group] = len(place)
-        for other in behind[group]:
+        for other in after[group]:
             missing[other] -= 1
             if not missing[other]:
                 heapq.heappush(ready, other)
-    if len(place) < len(made):
-        raise ValueError(f"{len(made) - len(place)} operations of {len(operations)} wait for "
-                         "themselves.")
+    if len(place) < len(merged):
+        raise ValueError(f"The groups have a cycle: {len(merged) - len(place)} operations of "
+                         f"{len(operations)} wait for themselves.")
     return [dataclasses.replace(
-        made[group],
-        inputs=[(place[outputs[source][0]], outputs[source][1]) for source in made[group].inputs],
-        waits=list(dict.fromkeys(place[groups[wait]] for wait in made[group].waits)))
+        merged[group],
+        inputs=[(place[outputs[source][0]], outputs[source][1]) for source in merged[group].inputs],
+        waits=list(dict.fromkeys(place[groups[wait]] for wait in merged[group].waits)))
         for group in place]
 
 

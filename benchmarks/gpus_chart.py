@@ -1,7 +1,7 @@
-"""What was simulated, as a picture.
+"""Draws the simulated efficiencies of ``gpus``.
 
-Goes in: simulated steps.  Comes out: one PNG: a panel for each case, with what the most GPUs
-are for each machine.
+Goes in: simulated steps.  Comes out: one PNG with a panel for each case: the efficiency of the
+largest number of GPUs, by machine.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ matplotlib.use("Agg")
 
 from matplotlib import pyplot as plt
 
-# Who, and whether XLA compiles it: as they run by themselves, and a ring that were compiled.
+# (merge device, with XLA?): the defaults, and MirroredStrategy as if it were compiled.
 _BARS = {("cpu", True): "#5f9e6e", ("GPU:0", True): "#7a5ea8", ("balanced", True): "#d9730d",
          ("MirroredStrategy", False): "#1f6fb2", ("MirroredStrategy", True): "#b9d3ea"}
 _INK, _MUTED, _GRID = "#1f2933", "#616e7c", "#e4e7eb"
 
 
 def draw(path: pathlib.Path, results: Sequence[Any]) -> None:
-    """Writes the picture to ``path``; nothing where there is one GPU only."""
+    """Writes the picture to ``path``, unless there are only results for one GPU."""
     cases = list(dict.fromkeys(each.case for each in results))
     machines = list(dict.fromkeys(each.machine for each in results))
     most = max(each.gpus for each in results)
@@ -44,7 +44,7 @@ def draw(path: pathlib.Path, results: Sequence[Any]) -> None:
                          0.15, color=color,
                          label=f"{merge}, {'with' if xla else 'without'} XLA")
             axes.set_xticks(range(len(machines)), machines)
-            axes.set_ylabel(f"{case}\nof linear")
+            axes.set_ylabel(f"{case}\nefficiency")
             axes.grid(axis="y", color=_GRID)
             axes.set_axisbelow(True)
         handles, labels = panels[0, 0].get_legend_handles_labels()

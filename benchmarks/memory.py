@@ -1,11 +1,11 @@
-"""How many bytes a step makes on each device, at the most at one time.
+"""The peak memory of a simulated step on each device.
 
-Goes in: operations and when each runs.  Comes out: bytes by device.
+Goes in: operations and their schedule.  Comes out: bytes by device.
 
-A tensor is there from when the operation that makes it begins to when the last one that reads it
-ends; on another device from when it is asked for.  What hands a tensor on makes none; variables
-and the batch are there before the step and are not counted, but on devices that they are sent to.
-That an operation may write over its input is left out, and so is what a kernel needs for itself.
+A tensor occupies memory from the start of its operation until the end of the last operation that
+reads it; on another device, from the request of the copy.  Identities and reshapes allocate
+nothing.  Variables and the batch exist before the step: only their copies on other devices count.
+Not modelled: operations that reuse the buffer of an input, and the workspace of kernels.
 """
 
 from __future__ import annotations
@@ -15,56 +15,57 @@ from collections.abc import Sequence
 
 from benchmarks import flat, schedule
 
-_HANDS_ON = {"Identity", "IdentityN", "PlaceholderWithDefault", "Reshape", "ExpandDims", "Squeeze",
-             "StopGradient", "PreventGradient"}
-_THERE_BEFORE = {"Placeholder", "ReadVariableOp", "Const"}
+_ALIASES = {"Identity", "IdentityN", "PlaceholderWithDefault", "Reshape", "ExpandDims", "Squeeze",
+            "StopGradient", "PreventGradient"}
+_BEFORE_STEP = {"Placeholder", "ReadVariableOp", "Const"}
 
-_Held = tuple[int, int, str]  # an operation's number, which of its outputs, and where
+_Buffer = tuple[int, int, str]  # an operation's number, the index of its output, and the device
 
 
-def peaks(operations: Sequence[flat.Operation], line: schedule.Timeline) -> dict[str, int]:
-    """Bytes by device."""
-    held: dict[flat.Source, _Held] = {}
-    begins: dict[_Held, float] = {}
-    ends: dict[_Held, float] = collections.defaultdict(float)
+def peaks(operations: Sequence[flat.Operation], timeline: schedule.Timeline) -> dict[str, int]:
+    """The most bytes at a time, by device."""
+    buffers: dict[flat.Source, _Buffer] = {}
+    begins: dict[_Buffer, float] = {}
+    ends: dict[_Buffer, float] = collections.defaultdict(float)
     for number, operation in enumerate(operations):
-        start, end = line.spans[number]
-        taken = [_taken(operations, line, source, operation.device, held, begins, ends)
-                 for source in operation.inputs]
-        for key in taken:
-            ends[key] = max(ends[key], end)
+        start, end = timeline.spans[number]
+        inputs = [_input_buffer(operations, timeline, source, operation.device, buffers, begins,
+                                ends) for source in operation.inputs]
+        for buffer in inputs:
+            ends[buffer] = max(ends[buffer], end)
         for index in range(len(operation.sizes)):
-            if operation.type in _HANDS_ON and index < len(taken):
-                held[number, index] = taken[index]
+            if operation.type in _ALIASES and index < len(inputs):
+                buffers[number, index] = inputs[index]
                 continue
-            key = held[number, index] = number, index, operation.device
-            ends[key] = max(ends[key], end)
-            if operation.type not in _THERE_BEFORE:
-                begins[key] = start
-    events = collections.defaultdict(list)
-    for key, begin in begins.items():
-        number, index, device = key
+            buffer = buffers[number, index] = number, index, operation.device
+            ends[buffer] = max(ends[buffer], end)
+            if operation.type not in _BEFORE_STEP:
+                begins[buffer] = start
+    changes = collections.defaultdict(list)
+    for buffer, begin in begins.items():
+        number, index, device = buffer
         size = operations[number].sizes[index]
-        events[device] += [(begin, size), (max(ends[key], begin), -size)]
-    return {device: _most(found) for device, found in events.items()}
+        changes[device] += [(begin, size), (max(ends[buffer], begin), -size)]
+    return {device: _peak(of_device) for device, of_device in changes.items()}
 
 
-def _taken(operations: Sequence[flat.Operation], line: schedule.Timeline, source: flat.Source,
-           device: str, held: dict[flat.Source, _Held], begins: dict[_Held, float],
-           ends: dict[_Held, float]) -> _Held:
-    """What an operation on ``device`` reads: the tensor, or its copy there."""
+def _input_buffer(operations: Sequence[flat.Operation], timeline: schedule.Timeline,
+                  source: flat.Source, device: str, buffers: dict[flat.Source, _Buffer],
+                  begins: dict[_Buffer, float], ends: dict[_Buffer, float]) -> _Buffer:
+    """The buffer that an operation on ``device`` reads: the tensor's own, or its copy there."""
     number, index = source
     if operations[number].device == device:
-        return held[source]
-    asked, there = line.copies[number, index, device]
-    ends[held[source]] = max(ends[held[source]], there)
-    begins[number, index, device] = asked
+        return buffers[source]
+    requested, arrived = timeline.copies[number, index, device]
+    ends[buffers[source]] = max(ends[buffers[source]], arrived)
+    begins[number, index, device] = requested
     return number, index, device
 
 
-def _most(events: list[tuple[float, int]]) -> int:
-    now = most = 0
-    for _, size in sorted(events):
+def _peak(changes: list[tuple[float, int]]) -> int:
+    """The largest sum over time of ``changes``, pairs of a time and bytes."""
+    now = peak = 0
+    for _, size in sorted(changes):
         now += size
-        most = max(most, now)
-    return most
+        peak = max(peak, now)
+    return peak

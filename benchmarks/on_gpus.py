@@ -1,10 +1,10 @@
-"""A training step as it would be on GPUs, traced on logical CPU devices.
+"""Traces a training step for GPUs on logical CPU devices.
 
-Goes in: logical CPU devices, of which the first stands for the host and each other one for a GPU.
-Comes out: the step's operations, each with the device that it is given, ``CPU:0`` or ``GPU:n``.
+Goes in: logical CPU devices.  The first one stands for the host, each other one for a GPU.  Comes
+out: the operations of the step, each with its device, ``CPU:0`` or ``GPU:n``.
 
-What differs between CPU and GPU towers while a step is traced is switched to the GPU's side
-(:func:`tracing`); what Keras itself traces differently there, cuDNN's kernels, if asked for.
+Within :func:`tracing`, we trace as for GPU towers where this differs from CPU towers; with
+``cudnn``, Keras calls cuDNN's kernels, as it does on GPUs.
 """
 
 from __future__ import annotations
@@ -23,28 +23,27 @@ HOST = "CPU:0"
 
 
 def towers(count: int) -> list[str]:
-    """The logical CPU devices that stand for ``count`` GPUs, of ``count + 1`` that there are."""
+    """The logical CPU devices that stand for ``count`` GPUs; ``CPU:0`` stands for the host."""
     return [f"CPU:{number + 1}" for number in range(count)]
 
 
 @contextlib.contextmanager
-def tracing(reached: Mapping[int, frozenset[int]] | None = None, cudnn: bool = False
+def tracing(peer_gpus: Mapping[int, frozenset[int]] | None = None, cudnn: bool = False
             ) -> Iterator[None]:
-    """Within, a step is traced as for GPUs, without the forms that pay on CPU devices only.
+    """A context in which a step is traced as for GPUs, without optimizations for CPU devices.
 
     Args:
-      reached: which GPUs each one reaches without the host; None for what nobody knows.
-      cudnn: whether LSTM and GRU call cuDNN's kernels, as they do on GPUs; then the step cannot be
-        run.
+      peer_gpus: for each GPU, the GPUs that it reaches without the host; None if unknown.
+      cudnn: whether LSTM and GRU call cuDNN's kernels, as they do on GPUs; such a step cannot run.
     """
     placement = devices_lib.Placement
-    known = {one + 1: frozenset(other + 1 for other in others)
-             for one, others in (reached or {}).items()}
+    reached = {gpu + 1: frozenset(other + 1 for other in others)
+               for gpu, others in (peer_gpus or {}).items()}
     rnn = sys.modules.get("keras.src.backend.tensorflow.rnn")
     with contextlib.ExitStack() as stack:
         for name, value in (("on_cpu", False), ("towers_on_host", False)):
             stack.enter_context(mock.patch.object(placement, name, value))
-        stack.enter_context(mock.patch.object(peers, "reached", lambda: known))
+        stack.enter_context(mock.patch.object(peers, "reached", lambda: reached))
         if cudnn:
             stack.enter_context(mock.patch.object(placement, "kinds", frozenset({"GPU"})))
         if cudnn and rnn is not None:
@@ -61,33 +60,33 @@ def name(device: str) -> str:
     return f"GPU:{index - 1}" if spec.device_type == "CPU" and index else f"CPU:{index}"
 
 
-def nodes(graph_def: Any, unplaced: str = "") -> Iterator[tuple[Any, str]]:
-    """All operations of a graph and of the functions it calls, each with its device.
+def nodes(graph_def: Any, default_device: str = "") -> Iterator[tuple[Any, str]]:
+    """All nodes of a graph and of the functions that it calls, each with its device.
 
-    An operation of a function that asks for none is on the device of the call.  A function that is
-    called from several devices comes once for each.
+    In a function, a node without a device is on the device of the call.  The nodes of a function
+    that is called on several devices come once for each device.
 
     Args:
       graph_def: a GraphDef.
-      unplaced: the device of what asks for none.  On a machine with GPUs TensorFlow takes
-        ``GPU:0``, if it has a kernel.
+      default_device: the device of nodes of the graph that have none.  On a machine with GPUs,
+        TensorFlow places them on ``GPU:0``, if there is a kernel.
     """
     functions = {function.signature.name: function for function in graph_def.library.function}
     seen = set()
 
-    def walk(these: Any, caller: str) -> Iterator[tuple[Any, str]]:
-        for node in these:
+    def walk(nodes: Any, caller: str) -> Iterator[tuple[Any, str]]:
+        for node in nodes:
             device = name(node.device) or caller
             yield node, device
-            for called in _called(node):
-                if called in functions and (called, device) not in seen:
-                    seen.add((called, device))
-                    yield from walk(functions[called].node_def, device)
+            for function in _called_functions(node):
+                if function in functions and (function, device) not in seen:
+                    seen.add((function, device))
+                    yield from walk(functions[function].node_def, device)
 
-    yield from walk(graph_def.node, unplaced)
+    yield from walk(graph_def.node, default_device)
 
 
-def _called(node: Any) -> Iterator[str]:
+def _called_functions(node: Any) -> Iterator[str]:
     for value in node.attr.values():
         if value.HasField("func"):
             yield value.func.name

@@ -223,14 +223,14 @@ def constants(figures: dict[str, float | str], gpu: str) -> str:
     machine = next(each for each in links.MACHINES.values() if each.gpu == gpu)
     far = links.GPUS[gpu]
     said = {
-        "to the GPU, GB/s": min(machine.way("CPU:0", "GPU:0").values()),
-        "to the host, GB/s": min(machine.way("GPU:0", "CPU:0").values()),
+        "to the GPU, GB/s": min(machine.route("CPU:0", "GPU:0").values()),
+        "to the host, GB/s": min(machine.route("GPU:0", "CPU:0").values()),
         "4 bytes there and back, us":
             1e6 * (2 * links.LATENCY + links.LAUNCH["GPU"] + links.LAUNCH["CPU"]),
         "an operation on the GPU, us": 1e6 * links.LAUNCH["GPU"],
         "the host, to start one, us": 1e6 * links.EXECUTOR,
         "an operation on the CPU, us": 1e6 * links.LAUNCH["CPU"],
-        "GPU memory, GB/s": far.memory,
+        "GPU memory, GB/s": far.memory_bandwidth,
         "matrix product, TFLOP/s": far.tflops,
     }
     return table.columns(("what", "measured", f"links.py, {gpu}"), [

@@ -62,7 +62,7 @@ def small(case: gpus.Case) -> gpus.Case:
     def build() -> Any:
         inputs = keras.Input(shape, dtype=case.dtype)
         x = layers.Embedding(100, 8)(inputs) if case.dtype == "int32" else inputs
-        if case.normalizes:
+        if case.has_batch_norm:
             x = layers.BatchNormalization()(layers.Conv2D(8, 3)(x))
         return keras.Model(inputs, layers.Dense(10)(layers.Flatten()(x)))
 

@@ -1,12 +1,14 @@
-"""MirroredStrategy's step: one GPU's own, whose gradients pass a ring before the update has them.
+"""A model of MirroredStrategy's step: the step of one GPU, with a ring all-reduce of gradients.
 
-Goes in: a Keras optimizer before its step is traced; then the step's operations and a machine.
-Comes out: the operations, of which those that stand for the ring occupy it, and their seconds.
+Goes in: a Keras optimizer, before its step is traced; then the operations of the step and a
+machine.  Comes out: the operations, with those that stand for collectives on the link ``ring``, and
+the seconds of these.
 
-A dense gradient is all-reduced as soon as it is made; the slices of a sparse one are gathered, and
-each GPU updates with all GPUs' slices.  The ring takes one after another, at its full rate, without
-a start.  This is the best that MirroredStrategy can do: TensorFlow starts when the last gradient is
-there, takes tens of microseconds to start, and reduces metrics and batch norm's statistics as well.
+A dense gradient is all-reduced as soon as it is computed.  The slices of a sparse gradient are
+gathered, and each GPU updates with the slices of all GPUs.  The ring runs one collective at a time,
+at its full bandwidth and without latency.  This is a lower bound for MirroredStrategy: TensorFlow
+starts after the last gradient, needs tens of microseconds to start, and reduces metrics and the
+statistics of batch norm, too.
 """
 
 from __future__ import annotations
@@ -24,43 +26,47 @@ _SCOPE = "ring/"
 _GATHERED, _REDUCED = "Tile", "Identity"
 
 
-def put(optimizer: Any, devices: int) -> None:
-    """From here on, gradients that ``optimizer`` applies have passed a ring of ``devices``."""
+def add_collectives(optimizer: Any, devices: int) -> None:
+    """Makes ``optimizer`` apply gradients that have passed a collective of ``devices`` GPUs."""
     apply = optimizer.apply
 
-    def apply_passed(gradients: Sequence[Any], variables: Any = None) -> Any:
+    def apply_reduced(gradients: Sequence[Any], variables: Any = None) -> Any:
         with tf.name_scope(_SCOPE):
-            passed = [_passed(gradient, devices) for gradient in gradients]
-        return apply(passed, variables)
+            reduced = [_reduced(gradient, devices) for gradient in gradients]
+        return apply(reduced, variables)
 
-    optimizer.apply = apply_passed
+    optimizer.apply = apply_reduced
 
 
-def _passed(gradient: Any, devices: int) -> Any:
+def _reduced(gradient: Any, devices: int) -> Any:
+    """The gradient behind an operation that stands for its all-reduce or all-gather."""
     if not isinstance(gradient, tf.IndexedSlices):
         return tf.identity(gradient)
     values = tf.tile(gradient.values, [devices] + [1] * (gradient.values.shape.rank - 1))
     return tf.IndexedSlices(values, tf.tile(gradient.indices, [devices]), gradient.dense_shape)
 
 
-def on_the_ring(operations: Sequence[flat.Operation]) -> list[flat.Operation]:
-    """The same, but that what stands for the ring occupies it and not the GPU."""
-    return [dataclasses.replace(each, link=LINK) if _stands_for_it(each) else each
+def with_links(operations: Sequence[flat.Operation]) -> list[flat.Operation]:
+    """``operations``, in which those that stand for collectives occupy the ring, not the GPU."""
+    return [dataclasses.replace(each, link=LINK) if _is_collective(each) else each
             for each in operations]
 
 
 def seconds(operations: Sequence[flat.Operation], machine: links.Machine,
             devices: int) -> dict[str, float]:
-    """How long each of ``operations`` holds the ring, by name."""
-    return {each.name: machine.ring(_reduced_bytes(each), devices)
+    """The time of each collective among ``operations`` on the ring, by name."""
+    return {each.name: machine.all_reduce_seconds(_all_reduce_bytes(each), devices)
             for each in operations if each.link == LINK}
 
 
-def _stands_for_it(operation: flat.Operation) -> bool:
-    return operation.traced_as.startswith(_SCOPE) and operation.type in (_GATHERED, _REDUCED)
+def _is_collective(operation: flat.Operation) -> bool:
+    return operation.traced_name.startswith(_SCOPE) and operation.type in (_GATHERED, _REDUCED)
 
 
-def _reduced_bytes(operation: flat.Operation) -> float:
-    """Bytes whose all-reduce takes as long: of R GPUs' slices R-1 pass each link, once."""
+def _all_reduce_bytes(operation: flat.Operation) -> float:
+    """The bytes whose all-reduce takes as long as the collective.
+
+    In an all-gather, the slices of R-1 of R GPUs pass each link once; in an all-reduce, twice.
+    """
     size, = operation.sizes
     return size / 2 if operation.type == _GATHERED else size

@@ -1,17 +1,16 @@
-"""When each operation of a step runs, and when each tensor crosses.
+"""Simulates when each operation of a step runs, and when each tensor crosses.
 
 Goes in: operations with their costs, and a machine.  Comes out: a :class:`Timeline`.
 
-As TensorFlow does it (all in ``tensorflow/core/common_runtime``).  Each device has an executor on
-the host, which starts operations one after another in the order in which they are ready
-(``executor.cc``).  For a GPU to start is to put a kernel into the one compute stream, and what
-takes its result on that GPU may start at once: the host runs ahead.  Each tensor is sent once to
-each device that takes it, by an operation of its own.  A copy between GPUs is in a stream of its
-source, of which there is one, and begins behind all that the compute streams of *both* ends hold
-when it is asked for; so it is with the one stream to the host and the one from it that a GPU has
-(``gpu/gpu_util.cc``: ``DeviceToDeviceCopy``, ``CopyGPUTensorToCPU``, ``CopyCPUTensorToGPU``;
-``gpu/gpu_device.cc`` makes the streams).  What takes the tensor starts when the host has seen that
-the copy has ended (``gpu/gpu_event_mgr.cc``).
+It follows TensorFlow (files in ``tensorflow/core/common_runtime``).  Each device has an executor on
+the host, which starts operations one by one, in the order in which they are ready
+(``executor.cc``).  To start an operation on a GPU is to put a kernel into its compute stream; the
+readers of the output on that GPU may start at once, so the host runs ahead.  Each tensor is sent
+once to each device that reads it, by a send operation.  A GPU has one stream for copies to other
+GPUs, one for copies to the host and one for copies from it.  A copy begins after all the kernels
+that the compute streams of *both* ends hold when it is requested (``gpu/gpu_util.cc``:
+``DeviceToDeviceCopy``, ``CopyGPUTensorToCPU``, ``CopyCPUTensorToGPU``; ``gpu/gpu_device.cc`` makes
+the streams).  The readers start when the host sees the end of the copy (``gpu/gpu_event_mgr.cc``).
 """
 
 from __future__ import annotations
@@ -24,21 +23,21 @@ from typing import Any
 
 from benchmarks import flat, links
 
-_WAITED_FOR = -1  # in the place of an output's index: nothing is sent but that it has run
+_CONTROL = -1  # the index of a control output, which has no bytes
 
 
 @dataclasses.dataclass
 class Timeline:
-    """What came out.
+    """A simulated step.
 
     Attributes:
-      seconds: from the start of the step to its end.
-      busy: seconds that each device computes.
-      link_seconds: seconds that each link is held.
-      link_bytes: bytes over each link.
-      spans: when each operation begins on its device, and when it ends.
-      copies: when an operation's output was asked for by another device, and when it was there, by
-        the operation's number, the output's index and the device.
+      seconds: the step time.
+      busy: the seconds in which each device computes.
+      link_seconds: the seconds in which each link is busy.
+      link_bytes: the bytes over each link.
+      spans: the start and the end of each operation on its device.
+      copies: the times at which the copy of an output to another device was requested and arrived,
+        by the operation's number, the output's index and the device.
     """
 
     spans: list[tuple[float, float]]
@@ -54,145 +53,150 @@ class Timeline:
 
     @property
     def busiest(self) -> str:
-        """The link that is held longest; "" where nothing crosses."""
+        """The link that is busy longest; "" if nothing crosses."""
         return max(self.link_seconds, key=lambda link: self.link_seconds[link], default="")
 
 
 def run(operations: Sequence[flat.Operation], seconds: dict[str, float], machine: links.Machine,
         factor: float = 1.0) -> Timeline:
-    """Runs the step.
+    """Simulates a step.
 
     Args:
-      operations: the step's.
-      seconds: what each costs at its device's peak, by name.
-      machine: where.
-      factor: how much longer than that a GPU takes.
+      operations: the operations of the step.
+      seconds: the time of each operation on a device at its peak, by name.
+      machine: the machine.
+      factor: a GPU takes ``factor`` times ``seconds``.
     """
-    return _Step(operations, [_time(each, seconds, factor) for each in operations], machine).run()
+    times = [_time(each, seconds, factor) for each in operations]
+    return _Simulation(operations, times, machine).run()
 
 
 @dataclasses.dataclass
 class _Copy:
-    """A tensor's way to another device."""
+    """The copy of an output to another device."""
 
     source: int
     index: int
     target: str
     readers: list[int] = dataclasses.field(default_factory=list)
-    behind: float = 0.0  # when the compute streams of both ends have done what they held
-    asked: float = 0.0
+    earliest: float = 0.0  # when the compute streams of both ends have run what they held
+    requested: float = 0.0
 
 
-class _Step:
-    """One run.  What executors start is an operation's number or a :class:`_Copy` to send."""
+class _Simulation:
+    """A simulation by events.  Executors start operations (numbers) and send copies."""
 
     def __init__(self, operations: Sequence[flat.Operation], times: Sequence[float],
                  machine: links.Machine) -> None:
         self._operations, self._times, self._machine = operations, times, machine
-        self._line = Timeline([(0.0, 0.0)] * len(operations))
-        self._here: list[list[int]] = [[] for _ in operations]  # readers on the same device
+        self._timeline = Timeline([(0.0, 0.0)] * len(operations))
+        self._local_readers: list[list[int]] = [[] for _ in operations]
         self._copies: list[dict[tuple[int, str], _Copy]] = [{} for _ in operations]
-        self._missing = list(map(self._taken, range(len(operations))))
-        self._started: dict[str, collections.deque[int | _Copy]] = collections.defaultdict(
-            collections.deque)
-        self._working: set[str] = set()
-        self._free: dict[str, float] = collections.defaultdict(float)  # devices, rings and links
+        self._pending = list(map(self._register_inputs, range(len(operations))))
+        self._ready: dict[str, collections.deque[int | _Copy]] = collections.defaultdict(
+            collections.deque)  # the queue of each device's executor
+        self._running: set[str] = set()  # devices whose executor runs
+        self._free_at: dict[str, float] = collections.defaultdict(float)  # of devices and links
         self._streams: dict[str, collections.deque[_Copy]] = collections.defaultdict(
             collections.deque)
         self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
-        self._number = 0
+        self._event_count = 0
 
     def run(self) -> Timeline:
-        for number, count in enumerate(self._missing):
+        for number, count in enumerate(self._pending):
             if not count:
-                self._ready(0.0, number)
+                self._enqueue(0.0, number)
         while self._events:
-            now, _, do, arguments = heapq.heappop(self._events)
-            do(now, *arguments)
-        return self._line
+            now, _, handle, arguments = heapq.heappop(self._events)
+            handle(now, *arguments)
+        return self._timeline
 
-    def _taken(self, number: int) -> int:
-        """Notes what an operation waits for; returns how many tensors and operations that is."""
+    def _register_inputs(self, number: int) -> int:
+        """Registers an operation as a reader of its inputs; returns the number of these."""
         operation = self._operations[number]
-        taken = {*operation.inputs, *((other, _WAITED_FOR) for other in operation.waits)}
-        for source, index in sorted(taken):
+        inputs = {*operation.inputs, *((other, _CONTROL) for other in operation.waits)}
+        for source, index in sorted(inputs):
             if self._operations[source].device == operation.device:
-                self._here[source].append(number)
+                self._local_readers[source].append(number)
             else:
                 key = index, operation.device
                 copy = self._copies[source].setdefault(key, _Copy(source, *key))
                 copy.readers.append(number)
-        return len(taken)
+        return len(inputs)
 
-    def _at(self, time: float, do: Callable[..., None], *arguments: Any) -> None:
-        self._number += 1
-        heapq.heappush(self._events, (time, self._number, do, arguments))
+    def _at(self, time: float, handle: Callable[..., None], *arguments: Any) -> None:
+        """Adds an event: ``handle`` is called at ``time``."""
+        self._event_count += 1
+        heapq.heappush(self._events, (time, self._event_count, handle, arguments))
 
-    def _arrive(self, now: float, readers: Sequence[int]) -> None:
+    def _notify(self, now: float, readers: Sequence[int]) -> None:
+        """An input of each of ``readers`` is there; enqueues those that have all inputs."""
         for reader in readers:
-            self._missing[reader] -= 1
-            if not self._missing[reader]:
-                self._ready(now, reader)
+            self._pending[reader] -= 1
+            if not self._pending[reader]:
+                self._enqueue(now, reader)
 
-    def _ready(self, now: float, what: int | _Copy) -> None:
-        """Hands something to the executor of its device."""
-        number = what.source if isinstance(what, _Copy) else what
+    def _enqueue(self, now: float, work: int | _Copy) -> None:
+        """Gives an operation or a copy to the executor of its device."""
+        number = work.source if isinstance(work, _Copy) else work
         device = self._operations[number].device
-        self._started[device].append(what)
-        if device not in self._working:
-            self._working.add(device)
-            self._at(now, self._start, device)
+        self._ready[device].append(work)
+        if device not in self._running:
+            self._running.add(device)
+            self._at(now, self._execute_next, device)
 
-    def _start(self, now: float, device: str) -> None:
-        """An executor takes the next one."""
-        if not self._started[device]:
-            self._working.remove(device)
+    def _execute_next(self, now: float, device: str) -> None:
+        """An executor starts the first operation or copy of its queue."""
+        if not self._ready[device]:
+            self._running.remove(device)
             return
-        what = self._started[device].popleft()
-        if isinstance(what, _Copy):
+        work = self._ready[device].popleft()
+        if isinstance(work, _Copy):
             done = now + links.EXECUTOR
-            self._at(done, self._ask, what)
+            self._at(done, self._request_copy, work)
         else:
-            done = self._launch(now, what)
-        self._at(done, self._start, device)
+            done = self._launch(now, work)
+        self._at(done, self._execute_next, device)
 
     def _launch(self, now: float, number: int) -> float:
-        """Starts an operation; returns when the executor is free again."""
+        """Starts an operation; returns the time at which the executor is free again."""
         operation, time = self._operations[number], self._times[number]
         host = operation.device.startswith("CPU")
         free = operation.type in flat.FREE
         begin = now if host or free else now + links.EXECUTOR
         if time:
             occupied = operation.link or operation.device
-            begin = max(begin, self._free[occupied], self._free[operation.device])
-            self._free[occupied] = begin + time
-            used = self._line.link_seconds if operation.link else self._line.busy
+            begin = max(begin, self._free_at[occupied], self._free_at[operation.device])
+            self._free_at[occupied] = begin + time
+            used = self._timeline.link_seconds if operation.link else self._timeline.busy
             used[occupied] += time
         end = begin + time
-        self._line.spans[number] = begin, end
-        self._line.seconds = max(self._line.seconds, end)
-        # What a CPU or the ring has to do is done when it is seen to be; a kernel is once it waits.
+        self._timeline.spans[number] = begin, end
+        self._timeline.seconds = max(self._timeline.seconds, end)
+        # Readers may start when an operation of a CPU or of the ring has ended, but when a kernel
+        # is in the stream.
         ahead = not (host or operation.link)
-        known = (now if free else now + links.EXECUTOR) if ahead else end
-        self._at(known, self._launched, number)
-        return end if host else (now if free else now + links.EXECUTOR)
+        started = now if free else now + links.EXECUTOR
+        self._at(started if ahead else end, self._launched, number)
+        return end if host else started
 
     def _launched(self, now: float, number: int) -> None:
+        """The readers of an operation's outputs may start."""
         for copy in self._copies[number].values():
-            self._ready(now, copy)
-        self._arrive(now, self._here[number])
+            self._enqueue(now, copy)
+        self._notify(now, self._local_readers[number])
 
-    def _ask(self, now: float, copy: _Copy) -> None:
-        """A copy gets into its stream."""
-        source, copy.asked = self._operations[copy.source].device, now
-        # Between GPUs the target's stream matters to bytes alone, as what they go to may be in use.
+    def _request_copy(self, now: float, copy: _Copy) -> None:
+        """Adds a copy to its stream."""
+        source, copy.requested = self._operations[copy.source].device, now
+        # A copy of bytes waits for the target GPU, which may still use the memory that they go to.
         ends = [source] if source.startswith("GPU") and not self._size(copy) else [
             source, copy.target]
-        copy.behind = max(self._free[end] for end in ends if end.startswith("GPU"))
+        copy.earliest = max(self._free_at[end] for end in ends if end.startswith("GPU"))
         stream = self._stream(copy)
         self._streams[stream].append(copy)
         if len(self._streams[stream]) == 1:
-            self._at(max(now, copy.behind), self._cross, stream)
+            self._at(max(now, copy.earliest), self._begin_copy, stream)
 
     def _stream(self, copy: _Copy) -> str:
         source = self._operations[copy.source].device
@@ -203,39 +207,41 @@ class _Step:
         sizes = self._operations[copy.source].sizes
         return sizes[copy.index] if 0 <= copy.index < len(sizes) else 0
 
-    def _cross(self, now: float, stream: str) -> None:
+    def _begin_copy(self, now: float, stream: str) -> None:
         """The first copy of a stream begins."""
         copy = self._streams[stream][0]
         size, end = self._size(copy), now
-        way = self._machine.way(self._operations[copy.source].device, copy.target)
-        for link, rate in way.items() if size else ():
-            held = size / (rate * 1e9)
-            self._free[link] = max(now, self._free[link]) + held
-            self._line.link_seconds[link] += held
-            self._line.link_bytes[link] += size
-            end = max(end, self._free[link])
-        self._at(end, self._crossed, stream)
-        self._at(end + links.LATENCY, self._there, copy)
+        route = self._machine.route(self._operations[copy.source].device, copy.target)
+        for link, rate in route.items() if size else ():
+            busy = size / (rate * 1e9)
+            self._free_at[link] = max(now, self._free_at[link]) + busy
+            self._timeline.link_seconds[link] += busy
+            self._timeline.link_bytes[link] += size
+            end = max(end, self._free_at[link])
+        self._at(end, self._end_copy, stream)
+        self._at(end + links.LATENCY, self._arrived, copy)
 
-    def _crossed(self, now: float, stream: str) -> None:
+    def _end_copy(self, now: float, stream: str) -> None:
+        """The first copy of a stream ends, and the next one may begin."""
         self._streams[stream].popleft()
         if self._streams[stream]:
-            self._at(max(now, self._streams[stream][0].behind), self._cross, stream)
+            self._at(max(now, self._streams[stream][0].earliest), self._begin_copy, stream)
 
-    def _there(self, now: float, copy: _Copy) -> None:
-        self._line.copies[copy.source, copy.index, copy.target] = copy.asked, now
-        self._arrive(now, copy.readers)
+    def _arrived(self, now: float, copy: _Copy) -> None:
+        """The host sees that a copy has ended."""
+        self._timeline.copies[copy.source, copy.index, copy.target] = copy.requested, now
+        self._notify(now, copy.readers)
 
 
 def _time(operation: flat.Operation, seconds: dict[str, float], factor: float) -> float:
-    """What an operation takes on its device, or on its ring."""
+    """The seconds of an operation on its device, or on its link."""
     if operation.link:
         return seconds[operation.name]
     if operation.type in flat.FREE:
         return 0.0
     kind = operation.device[:3]
     cost = seconds.get(operation.name, 0.0)
-    # Numbers that say how a tensor lies are computed by the host while it launches.
+    # The host computes shapes while it launches kernels.
     small = max(operation.sizes, default=0) <= 64 and not operation.type.startswith(flat.UPDATES)
     if kind == "GPU" and small and cost * factor <= 1e-6:
         return 0.0

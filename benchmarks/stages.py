@@ -164,7 +164,7 @@ def simulated(step: Any, job: Job) -> dict[str, Any]:
     seconds = {operations[number].name: (_BACKWARD if leg[2] else _FORWARD) / len(numbers)
                for leg, numbers in legs.items() for number in numbers}
     equal = schedule.run(operations, seconds, machine)
-    costed = schedule.run(operations, flat.Costs(machine).of(operations), machine)
+    costed = schedule.run(operations, flat.Costs(machine).seconds(operations), machine)
     return {"idle": _idle(equal, job.stages), "held": _held(legs, equal.spans, job.stages),
             "idle_costed": _idle(costed, job.stages)}
 
@@ -173,10 +173,10 @@ def _legs(operations: Sequence[Any], job: Job) -> dict[Leg, list[int]]:
     """The numbers of the products of each leg: one way of a micro-batch through a stage."""
     legs: dict[Leg, list[int]] = collections.defaultdict(list)
     for number, operation in enumerate(operations):
-        replica = _REPLICA.search(operation.traced_as)
+        replica = _REPLICA.search(operation.traced_name)
         if operation.type in _PRODUCTS and replica:
             legs[int(replica[1]), int(operation.device.partition(":")[2]),
-                 scopes.GRADIENTS in operation.traced_as].append(number)
+                 scopes.GRADIENTS in operation.traced_name].append(number)
     wanted = 2 * job.parts * job.stages
     if len(legs) != wanted:
         raise ValueError(f"{job}: {wanted} legs were expected to have products or convolutions, "

@@ -12,12 +12,12 @@ pytestmark = pytest.mark.wide
 
 MIB = 2**20
 NVLINK = links.MACHINES["A100 NVLink"]
-BANDWIDTH = links.GPUS["A100"].memory * 1e9
+BANDWIDTH = links.GPUS["A100"].memory_bandwidth * 1e9
 
 
-def operation(name, kind, inputs=(), size=MIB, device="GPU:0", compiled="tower"):
+def operation(name, kind, inputs=(), size=MIB, device="GPU:0", xla_scope="tower"):
     return flat.Operation(name, kind, device, [(number, 0) for number in inputs], [], [size],
-                          compiled=compiled)
+                          xla_scope=xla_scope)
 
 
 class KernelsTest(parameterized.TestCase):
@@ -38,13 +38,14 @@ class KernelsTest(parameterized.TestCase):
     def test_batch_norm_of_given_moments(self):
         """Else towers, which are given the moments of all rows, wait for kernels of a library."""
         steps = [operation("a", "MatMul"), operation("b", "Relu", [0]),
-                 operation("c", "GivenFusedBatchNormV3", [1]), operation("d", "MatMul", [2]),
-                 operation("e", "GivenFusedBatchNormGradV3", [3, 0]), operation("f", "Relu", [4]),
-                 operation("g", "FusedBatchNormV3", [5]), operation("h", "Relu", [6])]
+                 operation("c", "InferenceFusedBatchNormV3", [1]), operation("d", "MatMul", [2]),
+                 operation("e", "InferenceFusedBatchNormGradV3", [3, 0]),
+                 operation("f", "Relu", [4]), operation("g", "FusedBatchNormV3", [5]),
+                 operation("h", "Relu", [6])]
         made, _ = fusion.kernels(steps, {}, NVLINK, True)
         self.assertEqual([each.type for each in made], [
-            "MatMul", "Fusion", "MatMul", "GivenFusedBatchNormGradV3", "Relu", "FusedBatchNormV3",
-            "Relu"])
+            "MatMul", "Fusion", "MatMul", "InferenceFusedBatchNormGradV3", "Relu",
+            "FusedBatchNormV3", "Relu"])
 
     def test_what_only_a_later_kernel_needs_is_not_written(self):
         """Else each tensor of the forward pass costs a kernel of its own."""
@@ -65,7 +66,7 @@ class KernelsTest(parameterized.TestCase):
 
     def test_only_what_is_marked(self):
         """Else towers are given kernels that nobody asked XLA for."""
-        steps = [operation("a", "Relu", compiled=""), operation("b", "Relu", [0]),
+        steps = [operation("a", "Relu", xla_scope=""), operation("b", "Relu", [0]),
                  operation("c", "Relu", [1], device="CPU:0")]
         made, seconds = fusion.kernels(steps, {"a": 1., "b": 2.}, NVLINK, False)
         self.assertEqual([each.name for each in made], ["a", "b", "c"])
@@ -77,8 +78,8 @@ class KernelsTest(parameterized.TestCase):
             keras.Input([256]), keras.layers.Dense(512, use_bias=False)]), (256,), "float32", 64)
         step = gpus.traced(case, 1, gpus.ONE)
         made, _ = fusion.kernels(step.operations, {}, NVLINK, True)
-        most = max(each.moved for each in made if each.type == "Fusion" and "adam" in
-                   each.traced_as)
+        most = max(each.accessed_bytes for each in made if each.type == "Fusion" and "adam" in
+                   each.traced_name)
         passes = 7  # variable and two slots are read and written, the gradient is read
         self.assertBetween(most / (4 * 256 * 512), passes, passes + .01)
 
@@ -86,20 +87,20 @@ class KernelsTest(parameterized.TestCase):
 class ClustersTest(parameterized.TestCase):
 
     @parameterized.parameters(("tower", 3 + 2), ("", 3 + 1))
-    def test_a_cluster_waits_for_all_that_it_takes(self, compiled, wanted):
+    def test_a_cluster_waits_for_all_that_it_takes(self, xla_scope, wanted):
         """Else compiled towers start on weights that have come while others are on their way."""
-        steps = [operation("remote", "MatMul", device="GPU:1", compiled=""),
-                 operation("a", "MatMul", compiled=compiled),
-                 operation("b", "MatMul", [1, 0], compiled=compiled)]
+        steps = [operation("remote", "MatMul", device="GPU:1", xla_scope=""),
+                 operation("a", "MatMul", xla_scope=xla_scope),
+                 operation("b", "MatMul", [1, 0], xla_scope=xla_scope)]
         made, seconds = fusion.clusters(steps, {"remote": 3., "a": 1., "b": 1.}, NVLINK, 1.)
         self.assertAlmostEqual(schedule.run(made, seconds, NVLINK).seconds, wanted, places=3)
 
     @parameterized.parameters(("tower", 2 + 4), ("", 1 + 4))
-    def test_a_cluster_gives_all_at_its_end(self, compiled, wanted):
+    def test_a_cluster_gives_all_at_its_end(self, xla_scope, wanted):
         """Else compiled towers seem to send gradients while they make others."""
-        steps = [operation("a", "MatMul", compiled=compiled),
-                 operation("b", "MatMul", [0], compiled=compiled),
-                 operation("c", "MatMul", [0], device="GPU:1", compiled="")]
+        steps = [operation("a", "MatMul", xla_scope=xla_scope),
+                 operation("b", "MatMul", [0], xla_scope=xla_scope),
+                 operation("c", "MatMul", [0], device="GPU:1", xla_scope="")]
         made, seconds = fusion.clusters(steps, {"a": 1., "b": 1., "c": 4.}, NVLINK, 1.)
         self.assertAlmostEqual(schedule.run(made, seconds, NVLINK).seconds, wanted, places=3)
 

@@ -96,7 +96,7 @@ class KernelsTest(parameterized.TestCase):
 
     def test_keras_own(self):
         """Else an operation of ours is excused as one of Keras'."""
-        alone = on_gpus.nodes(traced(words, keras, None), unplaced="GPU:0")
+        alone = on_gpus.nodes(traced(words, keras, None), default_device="GPU:0")
         self.assertContainsSubset(KERAS_OWN, kernels.missing(alone))
 
     def test_registry(self):

@@ -41,26 +41,26 @@ class LinksTest(parameterized.TestCase):
                                   "GPU:4 in": 12.5}))
     def test_way(self, machine, source, target, wanted):
         """Else tensors cross links that they do not cross, and another merge device looks best."""
-        self.assertEqual(machine.way(source, target), wanted)
+        self.assertEqual(machine.route(source, target), wanted)
 
     def test_a_cube(self):
         """Else V100s reach more peers by NVLink than a DGX-1 has wires for."""
         for number in range(8):
-            ways = {other: CUBE.way(f"GPU:{number}", f"GPU:{other}") for other in range(8)
+            ways = {other: CUBE.route(f"GPU:{number}", f"GPU:{other}") for other in range(8)
                     if other != number}
             joined = {other: sum(way.values()) for other, way in ways.items() if len(way) == 1}
             self.assertLen(joined, 4)
-            self.assertEqual(CUBE.reached[number], joined.keys())
+            self.assertEqual(CUBE.nvlink_peers[number], joined.keys())
             self.assertEqual(sum(joined.values()), 6 * 25)
             for other, rate in joined.items():
-                self.assertEqual(sum(CUBE.way(f"GPU:{other}", f"GPU:{number}").values()), rate)
+                self.assertEqual(sum(CUBE.route(f"GPU:{other}", f"GPU:{number}").values()), rate)
 
     def test_ring(self):
         """Else MirroredStrategy is made slower, or faster, than it can be."""
-        self.assertEqual(NVLINK.ring(1e9, 1), 0)
-        self.assertAlmostEqual(NVLINK.ring(300e9, 4), 1.5)
-        self.assertAlmostEqual(HOST.ring(25e9, 4), 1.5 * 2)
-        self.assertAlmostEqual(CUBE.ring(150e9, 4), 1.5)
+        self.assertEqual(NVLINK.all_reduce_seconds(1e9, 1), 0)
+        self.assertAlmostEqual(NVLINK.all_reduce_seconds(300e9, 4), 1.5)
+        self.assertAlmostEqual(HOST.all_reduce_seconds(25e9, 4), 1.5 * 2)
+        self.assertAlmostEqual(CUBE.all_reduce_seconds(150e9, 4), 1.5)
 
 
 class ScheduleTest(parameterized.TestCase):
@@ -144,7 +144,7 @@ class StepTest(parameterized.TestCase):
     def test_costs_are_those_of_the_peak(self):
         """Else what TensorFlow says is read in another unit, or of another device."""
         step = gpus.traced(SMALL, 1, gpus.ONE)
-        seconds = flat.Costs(NVLINK).of(step.operations)
+        seconds = flat.Costs(NVLINK).seconds(step.operations)
         products = [each for each in step.operations if each.type == "MatMul"]
         self.assertEqual({each.device for each in products}, {"GPU:0"})
         first = max(seconds[each.name] for each in products)
@@ -164,10 +164,10 @@ class StepTest(parameterized.TestCase):
 
         made = flat.flatten(step.get_concrete_function(tf.TensorSpec([64, 1])), ["GPU:0"])
         found = [each.type for each in made if each.type != "Const"
-                 and each.traced_as.startswith(("Sum", "transpose", "Max"))]
+                 and each.traced_name.startswith(("Sum", "transpose", "Max"))]
         self.assertCountEqual(found, ["Identity"] * 3 + ["Transpose", "Max"], found)
 
-    @parameterized.parameters("balanced", gpus.OWN)
+    @parameterized.parameters("balanced", gpus.OWN_STATISTICS)
     def test_convolutions_cost_the_same_on_towers(self, merge):
         """Else towers' backward pass is nearly free, and so is what their gradients take to cross;
         or all that comes behind a function in which a tower normalizes its rows by itself.
@@ -180,24 +180,24 @@ class StepTest(parameterized.TestCase):
         costs = flat.Costs(NVLINK)
         alone, towers = ([(each.type, each.sizes, value[each.name]) for each in found
                            if each.type.startswith("Conv2D") and each.device == "GPU:0"]
-                          for found in (one, two) for value in [costs.of(found)])
+                          for found in (one, two) for value in [costs.seconds(found)])
         self.assertCountEqual(alone, towers)
         self.assertLen(alone, 5)
         # A tower's row of padding is there when it has no rows; else TensorFlow copies nothing.
         self.assertNotIn("PadV2", {each.type for each in two})
         # A kernel may have further outputs of no entries.
-        self.assertLessEqual({each.type for each in two if each.asked and each.sizes[:1] == [0]},
+        self.assertLessEqual({each.type for each in two if each.query and each.sizes[:1] == [0]},
                              {"Range"})
 
     def test_an_update_in_one_kernel_costs_its_passes(self):
         """Else an optimizer's update is free, and a merge device that is slow looks good."""
         step = gpus.traced(SMALL, 2, "GPU:0")
-        seconds = flat.Costs(NVLINK).of(step.operations)
+        seconds = flat.Costs(NVLINK).seconds(step.operations)
         largest = max(seconds[each.name] for each in step.operations
                       if each.type == "ResourceApplyAdam")
         passes = 7  # variable and two slots are read and written, the gradient is read
         self.assertAlmostEqual(largest * 1e9, passes * 4 * 256 * 512 / 1555, places=3)
-        self.assertTrue(all(each.asked for each in step.operations if each.type == "MatMul"))
+        self.assertTrue(all(each.query for each in step.operations if each.type == "MatMul"))
 
     @parameterized.parameters(("cpu", "CPU:0"), ("GPU:0", "GPU:0"))
     def test_what_is_where(self, merge, home):
@@ -210,7 +210,7 @@ class StepTest(parameterized.TestCase):
                         if each.type == "MatMul" and each.device == f"GPU:{number}"]
             # Of the wide layer's gradient rows may cross: it is made once, where the weights are.
             self.assertBetween(len(products), 4, 6)
-        line = schedule.run(step.operations, flat.Costs(NVLINK).of(step.operations), NVLINK)
+        line = schedule.run(step.operations, flat.Costs(NVLINK).seconds(step.operations), NVLINK)
         crossing = 2 * 4 * weights if merge == "cpu" else 2 * 3 * weights
         sent = sum(size for link, size in line.link_bytes.items()
                    if link.endswith((" in", " down")) and "GPU" in link) \
@@ -225,7 +225,8 @@ class StepTest(parameterized.TestCase):
             keras.layers.Flatten(), keras.layers.Dense(512), keras.layers.Dense(10)]),
             shape=(8,), dtype="int32")
         step = gpus.traced(case, 8, gpus.MIRRORED)
-        seconds = flat.Costs(NVLINK).of(step.operations) | ring.seconds(step.operations, NVLINK, 8)
+        seconds = flat.Costs(NVLINK).seconds(step.operations)
+        seconds |= ring.seconds(step.operations, NVLINK, 8)
         line = schedule.run(step.operations, seconds, NVLINK)
         slices = 64 * 8 * (4 * 64 + 4)
         dense = 4 * (512 * 512 + 512 + 512 * 10 + 10)
@@ -243,7 +244,7 @@ class StepTest(parameterized.TestCase):
         """Else figures are computed and lost."""
         one = gpus.Result("mlp", "A100 NVLink", 1, gpus.ONE, True, 10., 1.)
         slow = gpus.Result("mlp", "A100 NVLink", 4, gpus.MIRRORED, False, 80., 0.125)
-        text = gpus.shown([one, slow], [gpus.Check("ResNet-50", 8., 7.)])
+        text = gpus.tables([one, slow], [gpus.Check("ResNet-50", 8., 7.)])
         self.assertIn("MirroredStrategy", text)
         self.assertIn("0.125", text)
         with tempfile.TemporaryDirectory() as folder:

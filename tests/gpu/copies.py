@@ -94,7 +94,7 @@ def traced(strategy, model, data, rows, compiles=False):
         step = function_in(model.train_function).get_concrete_function(iterator)
     memories = host_memory.Memories(flat.flatten(step, [HOST]))
     return Copies([Copy(DOWN if target == HOST else UP if start == HOST else BETWEEN, size,
-                        operation.traced_as)
+                        operation.traced_name)
                    for operation, index, start, target in memories.crossings()
                    if operation.type not in host_memory.OF_BATCH
                    and (size := host_memory.size_of(operation, index, rows))])

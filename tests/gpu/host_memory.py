@@ -33,13 +33,13 @@ class Memories:
 
     def __init__(self, operations):
         self.operations = operations
-        groups = fusion.groups_of(operations, [bool(each.compiled) for each in operations])
-        self.stretches = [group if each.compiled else None
+        groups = fusion.find_groups(operations, [bool(each.xla_scope) for each in operations])
+        self.stretches = [group if each.xla_scope else None
                           for group, each in zip(groups, operations)]
         self._known = [each.traced is not None and bool(each.sizes) and all(
             _tf.constant_value(tensor) is not None for tensor in each.traced.outputs)
             for each in operations]
-        self._asks = [each.type in flat.OF_SHAPES and not known
+        self._asks = [each.type in flat.SHAPE_OPS and not known
                       for each, known in zip(operations, self._known)]
         for number, each in enumerate(operations):  # what asks for a shape begins no stretch
             if self._asks[number] and all(self.stretches[source] != self.stretches[number]
@@ -94,7 +94,7 @@ class Memories:
         if stretch is None:
             return False
         return self.stretches[source] == stretch or self._known[source] and (
-            self.operations[source].compiled == self.operations[stretch].compiled)
+            self.operations[source].xla_scope == self.operations[stretch].xla_scope)
 
     def _made(self, number, index):
         outside = self.stretches[number] is None or number in self._again

@@ -190,7 +190,7 @@ class IntegersTest(absltest.TestCase):
         self.assertIn("ResourceGather", [node.op for node in nodes])
         kept = [node for node in nodes if tf.int32 in (node.attr["dtype"].type, node.attr["T"].type)
                 and node.op != "Const" and len(node.attr["shape"].shape.dim) != 1
-                and kernels.taken_from_host(node) - {"perm"}]
+                and kernels.host_memory_args(node) - {"perm"}]
         self.assertEmpty([(node.op, node.name) for node in kept])
 
 

@@ -95,11 +95,11 @@ def by_way_of_the_host(operations):
 
 def is_made_on_the_host(operation):
     """Whether a GPU's kernel makes its result in the host's memory, as it does with shapes."""
-    if operation.type in flat.OF_SHAPES | {"Const"}:
+    if operation.type in flat.SHAPE_OPS | {"Const"}:
         return True
-    node = tf.compat.v1.NodeDef.FromString(operation.asked[0]) if operation.asked else None
+    node = tf.compat.v1.NodeDef.FromString(operation.query[0]) if operation.query else None
     made = {each.name for each in _tf.op_def(operation.type).output_arg}
-    return node is not None and made <= kernels.taken_from_host(node)
+    return node is not None and made <= kernels.host_memory_args(node)
 
 
 class StepsTest(parameterized.TestCase):
@@ -111,7 +111,7 @@ class StepsTest(parameterized.TestCase):
         found = by_way_of_the_host(operations)
         self.assertEmpty([pair for pair in found if pair[1] > SMALL])
         back = [each for each, _ in found if each.device != on_gpus.HOST]
-        self.assertEmpty([each.traced_as for each in back if not is_made_on_the_host(each)])
+        self.assertEmpty([each.traced_name for each in back if not is_made_on_the_host(each)])
         self.assertLessEqual(len(found), CROSSINGS[name])
 
     @parameterized.parameters(*CASES)
@@ -119,7 +119,7 @@ class StepsTest(parameterized.TestCase):
         """Else a batch fits one GPU, and as many rows a GPU do not fit several."""
         peaks = []
         for operations in (traced(name, towers=1), traced(name)):
-            line = schedule.run(operations, flat.Costs(MACHINE).of(operations), MACHINE)
+            line = schedule.run(operations, flat.Costs(MACHINE).seconds(operations), MACHINE)
             peaks.append(max(memory.peaks(operations, line).values()))
         self.assertLess(peaks[1], PEAKS[name] * peaks[0])
 

@@ -92,7 +92,7 @@ class RelaysTest(parameterized.TestCase):
         case = gpus.Case("table", lambda: looked_up(keras, 200_000), (8,), "int32", 2048)
         found = {}
         for reached in ({}, square(4)):
-            operations = gpus.traced(case, 4, merge, reached=reached).operations
+            operations = gpus.traced(case, 4, merge, peer_gpus=reached).operations
             crosses = [(operations[number].device, each.device, operations[number].sizes[index])
                        for each in operations for number, index in each.inputs]
             found[bool(reached)] = [
