@@ -1,22 +1,22 @@
-"""Measures TowerStrategy beside its peers, each strategy in a process of its own.
+"""Measures TowerStrategy and its peers, each strategy in a process of its own.
 
-Goes in: flags.  Comes out: progress, a table, the targets with pass or MISS, and in the output
+Goes in: flags.  Comes out: progress, tables, the targets with pass or MISS, and in the output
 folder ``benchmarks.json`` and ``benchmarks.png``.
 
-    python -m benchmarks                                  # everything; takes hours on two cores
+    python -m benchmarks                   # all cases and strategies; hours on two cores
     python -m benchmarks --cases=mlp,deep --rounds=1
-    python -m benchmarks --quick                          # does the benchmark itself work?
-    make bench-jax                                        # beside Keras 3 on JAX alone
-    python -m benchmarks machines                         # several workers; see machines.py
-    python -m benchmarks micro_batches                    # on one device; see micro_batches.py
-    python -m benchmarks stages                           # one model over devices; see stages.py
-    python -m benchmarks gpus                             # simulated GPUs; see gpus.py
-    python -m benchmarks one_gpu                          # a real one; see one_gpu.py
-    python -m benchmarks inference                        # predict and evaluate; see inference.py
-    python -m benchmarks loops                            # of one's own; see loops.py
-    python -m benchmarks unequal                          # a slower tower; see unequal.py
-    python -m benchmarks partition                        # beside the trace; see partition.py
-    python -m benchmarks guard                            # counts, beside the recorded ones
+    python -m benchmarks --quick           # tries the benchmark itself, with small models
+    make bench-jax                         # TowerStrategy and Keras 3 on JAX
+    python -m benchmarks machines          # several workers; see machines.py
+    python -m benchmarks micro_batches     # memory of one device; see micro_batches.py
+    python -m benchmarks stages            # a model over several devices; see stages.py
+    python -m benchmarks gpus              # simulated GPUs; see gpus.py
+    python -m benchmarks one_gpu           # a real GPU; see one_gpu.py
+    python -m benchmarks inference         # predict and evaluate; see inference.py
+    python -m benchmarks loops             # custom training loops; see loops.py
+    python -m benchmarks unequal           # a slower tower; see unequal.py
+    python -m benchmarks partition         # the cost of partitioning; see partition.py
+    python -m benchmarks guard             # compares counts with the recorded ones; partition.py
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from typing import Any
 
 import tensorflow as tf
@@ -50,79 +51,83 @@ from benchmarks import (
     table,
 )
 
-_CASES = flags.DEFINE_list("cases", [*cases.CASES, "scaling"], "what to measure")
-_STRATEGIES = flags.DEFINE_list("strategies", list(strategies.NAMES), "who to measure")
-_TOWERS = flags.DEFINE_integer("towers", 4, "how many towers", lower_bound=1)
+_CASES = flags.DEFINE_list("cases", [*cases.CASES, "scaling"], "the models to train")
+_STRATEGIES = flags.DEFINE_list("strategies", list(strategies.NAMES), "the strategies to measure")
+_TOWERS = flags.DEFINE_integer("towers", 4, "the number of towers", lower_bound=1)
 _SCALING_TOWERS = flags.DEFINE_list("scaling_towers", ["1", "2", "4", "8", "16"],
                                     "the numbers of towers of the case `scaling`")
-_ROUNDS = flags.DEFINE_integer("rounds", 3, "how often to measure each; medians count",
+_ROUNDS = flags.DEFINE_integer("rounds", 3, "measurements of each job; the medians are shown",
                                lower_bound=1)
 _MERGE = flags.DEFINE_string("merge_device", None, "TowerStrategy's merge device")
 _DEVICE = flags.DEFINE_enum("device", "auto", ["auto", "cpu", "gpu"],
-                            "what the towers are; auto: GPUs where there are enough")
-_SECONDS = flags.DEFINE_float("seconds", 6, "how long to measure each steady step")
-_LIMIT = flags.DEFINE_float("limit", 900, "seconds after which a process counts as hung")
-_LEGACY = flags.DEFINE_bool("legacy", False, "tf_keras, not Keras 3")
-_QUICK = flags.DEFINE_bool("quick", False, "small models, one round, half a second each")
+                            "the towers' devices; auto: GPUs, if there are enough")
+_SECONDS = flags.DEFINE_float("seconds", 6, "seconds for which to measure the step time of a job")
+_LIMIT = flags.DEFINE_float("limit", 900, "seconds after which a process is killed")
+_LEGACY = flags.DEFINE_bool("legacy", False, "whether to use tf_keras instead of Keras 3")
+_QUICK = flags.DEFINE_bool("quick", False, "small models, one round, half a second for each job")
 _MACHINES_STEPS = flags.DEFINE_integer("machines_steps", 20, "steps that `machines` measures",
                                        lower_bound=2)
 _MACHINES_SHAPES = flags.DEFINE_list("machines_shapes", ["2x2", "4x1"],
-                                     "workers x towers of each, of the clusters of `machines`")
+                                     "the clusters of `machines`: workers x towers of each worker")
 _MICRO_BATCHES_STEPS = flags.DEFINE_integer(
     "micro_batches_steps", 8, "steps that `micro_batches` measures", lower_bound=2)
-_STAGES_CASES = flags.DEFINE_list("stages_cases", ["mlp16", "conv"], "what `stages` measures")
+_STAGES_CASES = flags.DEFINE_list("stages_cases", ["mlp16", "conv"], "the models of `stages`")
 _STAGES_STEPS = flags.DEFINE_integer("stages_steps", 8, "steps that `stages` measures",
                                      lower_bound=2)
 _GPUS_CASES = flags.DEFINE_list("gpus_cases", ["resnet50", "mlp", "transformer", "embedding"],
-                                "what `gpus` simulates")
+                                "the models of `gpus`")
 _GPUS_TOWERS = flags.DEFINE_list("gpus_towers", ["1", "2", "4", "8"],
                                  "the numbers of GPUs of `gpus`")
 _GPUS_CHECK = flags.DEFINE_bool("gpus_check", True, "compare `gpus` with published figures")
-_ONE_GPU_CASES = flags.DEFINE_list("one_gpu_cases", list(one_gpu.CASES), "what `one_gpu` measures")
-_ONE_GPU_WHO = flags.DEFINE_list("one_gpu_who", list(one_gpu.WHO), "who `one_gpu` measures")
+_ONE_GPU_CASES = flags.DEFINE_list("one_gpu_cases", list(one_gpu.CASES), "the models of `one_gpu`")
+_ONE_GPU_WHO = flags.DEFINE_list("one_gpu_who", list(one_gpu.SETUPS), "the setups of `one_gpu`")
 _ONE_GPU_LIMIT = flags.DEFINE_float("one_gpu_limit", 900, "seconds after which `one_gpu` ends")
-_ONE_GPU_ROWS = flags.DEFINE_integer("one_gpu_rows", 0, "of a batch of `one_gpu`; 0: the case's")
-_ONE_GPU_MEMORY = flags.DEFINE_integer("one_gpu_memory", 0, "MB of the GPU; 0: as nvidia-smi says")
+_ONE_GPU_ROWS = flags.DEFINE_integer("one_gpu_rows", 0,
+                                     "the batch size of `one_gpu`; 0: the default of the case")
+_ONE_GPU_MEMORY = flags.DEFINE_integer("one_gpu_memory", 0, "MB of the GPU; 0: ask nvidia-smi")
 _ONE_GPU_CONSTANTS = flags.DEFINE_bool("one_gpu_constants", False,
-                                       "measure what the simulation rests on, and no model")
+                                       "measure the constants of the simulation, not the models")
 _ONE_GPU_COMPARE = flags.DEFINE_string("one_gpu_compare", None,
-                                       "simulate what this file of `one_gpu` measured")
+                                       "a file of `one_gpu` to compare with the simulation")
 _UNEQUAL_FACTOR = flags.DEFINE_integer(
-    "unequal_factor", 3, "how many times as often the slow tower of `unequal` repeats its work",
+    "unequal_factor", 3, "the work of the slow tower of `unequal` over that of the other tower",
     lower_bound=2)
-_UNEQUAL_ROUNDS = flags.DEFINE_integer("unequal_rounds", 20, "turns of each choice of shares",
-                                       lower_bound=1)
-_UNEQUAL_STEPS = flags.DEFINE_integer("unequal_steps", 60, "steps of a turn of `unequal`",
+_UNEQUAL_ROUNDS = flags.DEFINE_integer("unequal_rounds", 20, "rounds of `unequal`", lower_bound=1)
+_UNEQUAL_STEPS = flags.DEFINE_integer("unequal_steps", 60, "steps of a round of `unequal`",
                                       lower_bound=2)
 _JAX_PYTHON = flags.DEFINE_string("jax_python", ".venv-jax/bin/python",
-                                  "of an environment with Keras 3 and JAX")
-_RECORD = flags.DEFINE_bool("record", False, "record what `guard` counts")
+                                  "the Python of an environment with Keras 3 and JAX")
+_RECORD = flags.DEFINE_bool("record", False, "record the counts of `guard`")
 _OUT = flags.DEFINE_string("out", "out/benchmarks", "the folder for the JSON file and the picture")
 
 _SCALING_STRATEGIES = ("tower", "mirrored")
 
 
 def jobs() -> list[results.Job]:
-    """What to measure in a round: for each case the strategies in turn."""
-    found = [results.Job(case, who, _TOWERS.value) for case in _CASES.value if case != "scaling"
-             for who in _STRATEGIES.value if who not in strategies.JAX or not without_jax()]
+    """The jobs of a round: for each case, each strategy."""
+    todo = [results.Job(case, name, _TOWERS.value) for case in _CASES.value if case != "scaling"
+            for name in _STRATEGIES.value if name not in strategies.JAX or not why_no_jax()]
     if "scaling" in _CASES.value:
-        found += [results.Job(case, who, int(count)) for case in cases.SCALING
-                  for count in _SCALING_TOWERS.value
-                  for who in _STRATEGIES.value if who in _SCALING_STRATEGIES]
-    return list(dict.fromkeys(found))
+        todo += [results.Job(case, name, int(count)) for case in cases.SCALING
+                 for count in _SCALING_TOWERS.value
+                 for name in _STRATEGIES.value if name in _SCALING_STRATEGIES]
+    return list(dict.fromkeys(todo))
 
 
-def without_jax() -> str:
-    """Why JAX is not measured; "" where it is."""
+def why_no_jax() -> str:
+    """The reason why JAX is not measured; "" if it is."""
     gpus = _DEVICE.value == "gpu" or (
         _DEVICE.value == "auto" and tf.config.list_physical_devices("GPU"))
-    return "towers are GPUs, JAX' are CPUs" if gpus else jax_peer.missing(_JAX_PYTHON.value)
+    return "the towers are GPUs, but JAX is measured on the CPU" if gpus \
+        else jax_peer.missing(_JAX_PYTHON.value)
 
 
 def command(job: results.Job, number: int, device: str,
             output: pathlib.Path) -> tuple[list[str], dict[str, str]]:
-    """What measures ``job``, and its environment; the first round counts the traffic, too."""
+    """The command that measures ``job``, and its environment variables.
+
+    In round ``number`` 0 it counts the traffic, too.
+    """
     small, seconds = _QUICK.value, 0.5 if _QUICK.value else _SECONDS.value
     if job.strategy in strategies.JAX:
         devices = 1 if job.strategy == "jax_one" else job.towers
@@ -138,12 +143,12 @@ def command(job: results.Job, number: int, device: str,
 
 
 def measure(job: results.Job, number: int, device: str) -> results.Run:
-    """Measures ``job`` in a process of its own."""
+    """Measures ``job`` in round ``number``, in a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
         output = pathlib.Path(folder) / "figures.json"
-        line, environment = command(job, number, device, output)
+        arguments, environment = command(job, number, device, output)
         try:
-            done = subprocess.run(line, env={**os.environ, **environment}, capture_output=True,
+            done = subprocess.run(arguments, env={**os.environ, **environment}, capture_output=True,
                                   text=True, timeout=_LIMIT.value, check=False)
         except subprocess.TimeoutExpired:
             return results.Run(job, number, {"error": f"no end after {_LIMIT.value:.0f} s"})
@@ -153,8 +158,8 @@ def measure(job: results.Job, number: int, device: str) -> results.Run:
     return results.Run(job, number, {"error": f"exit status {done.returncode}: {last}"})
 
 
-def machine() -> dict[str, Any]:
-    """Where and with what this was measured."""
+def machine_info() -> dict[str, Any]:
+    """The hardware and the versions of the packages."""
     keras = "tf_keras" if _LEGACY.value else "keras"
     gpus = [tf.config.experimental.get_device_details(gpu).get("device_name", gpu.name)
             for gpu in tf.config.list_physical_devices("GPU")]
@@ -173,6 +178,7 @@ def _cpu_name() -> str:
 
 
 def _device() -> str:
+    """The kind of the towers' devices."""
     if _DEVICE.value != "auto":
         return _DEVICE.value
     most = max(job.towers for job in jobs())
@@ -186,15 +192,15 @@ def _check_flags() -> None:
         if wrong or not flag.value:
             raise app.UsageError(f"--{flag.name} takes {', '.join(known[flag.name])}, but got "
                                  f"{', '.join(wrong) or 'none'}.")
-    if set(_STRATEGIES.value) <= set(strategies.JAX) and without_jax():
-        raise app.UsageError(f"JAX cannot be measured: {without_jax()}.")
+    if set(_STRATEGIES.value) <= set(strategies.JAX) and why_no_jax():
+        raise app.UsageError(f"JAX cannot be measured: {why_no_jax()}.")
     if not jobs():
         raise app.UsageError("--cases=scaling needs one of --strategies=" +
                              ",".join(_SCALING_STRATEGIES) + ".")
 
 
 def main(argv: list[str]) -> None:
-    """Measures, prints, writes."""
+    """Runs the subcommand; without one, measures all jobs, prints tables and writes the files."""
     if argv[1:] == ["machines"]:
         _measure_machines()
         return
@@ -211,7 +217,7 @@ def main(argv: list[str]) -> None:
         _measure_one_gpu()
         return
     if argv[1:] in (["inference"], ["loops"]):
-        _measure_in_turns(argv[1])
+        _measure_in_one_process(argv[1])
         return
     if argv[1:] == ["unequal"]:
         _measure_unequal()
@@ -228,36 +234,36 @@ def main(argv: list[str]) -> None:
     _check_flags()
     out = pathlib.Path(_OUT.value)
     out.mkdir(parents=True, exist_ok=True)
-    where, device = machine(), _device()
+    info, device = machine_info(), _device()
     rounds = 1 if _QUICK.value else _ROUNDS.value
-    versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items())
-    title = (f"{where['cpu']}, {where['cores']} cores, {len(where['gpus'])} GPUs; "
-             f"Python {where['python']}, {versions}; {device} towers, "
+    versions = ", ".join(f"{name} {version}" for name, version in info["versions"].items())
+    title = (f"{info['cpu']}, {info['cores']} cores, {len(info['gpus'])} GPUs; "
+             f"Python {info['python']}, {versions}; {device} towers, "
              f"merge device {_MERGE.value or 'by default'}")
     print(title)
-    left_out = [who for who in _STRATEGIES.value if who in strategies.JAX and without_jax()]
-    if left_out:
-        print(f"{', '.join(left_out)} left out: {without_jax()}.")
+    skipped = [name for name in _STRATEGIES.value if name in strategies.JAX and why_no_jax()]
+    if skipped:
+        print(f"{', '.join(skipped)} skipped: {why_no_jax()}.")
     runs: list[results.Run] = []
     todo = [(number, job) for number in range(rounds) for job in jobs()]
     for position, (number, job) in enumerate(todo, start=1):
         start = time.perf_counter()
         runs.append(measure(job, number, device))
         print(f"[{position}/{len(todo)}] round {number + 1}/{rounds} {job.case} {job.strategy} "
-              f"R={job.towers}: {table.one_line(runs[-1].figures)} "
+              f"R={job.towers}: {table.progress(runs[-1].figures)} "
               f"[{time.perf_counter() - start:.0f} s]", flush=True)
-        _write(out / "benchmarks.json", where, device, runs)
+        _write(out / "benchmarks.json", info, device, runs)
 
     figures = results.medians(runs)
     verdicts = results.verdicts(figures, _TOWERS.value, _MERGE.value == "balanced")
-    print(f"\n{table.measured(figures)}\n\n{table.by_device(figures)}\n\n{table.targets(verdicts)}")
+    print(f"\n{table.jobs(figures)}\n\n{table.devices(figures)}\n\n{table.targets(verdicts)}")
     picture = out / "benchmarks.png"
     chart.draw(picture, figures, _TOWERS.value, title)
     print(f"\n{out / 'benchmarks.json'}\n{picture}")
 
 
 def _simulate_gpus() -> None:
-    """``--gpus_cases`` on ``--gpus_towers`` GPUs."""
+    """Simulates ``--gpus_cases`` on ``--gpus_towers`` GPUs."""
     from benchmarks import gpus, links  # they need Keras 3 and TensorFlow's Grappler
 
     wrong = [name for name in _GPUS_CASES.value if name not in gpus.CASES]
@@ -270,16 +276,16 @@ def _simulate_gpus() -> None:
 
 
 def _measure_one_gpu() -> None:
-    """``--one_gpu_cases`` by ``--one_gpu_who``; or constants; or a file beside the simulation."""
-    for flag, known in ((_ONE_GPU_CASES, one_gpu.CASES), (_ONE_GPU_WHO, one_gpu.WHO)):
+    """Measures models or constants on one GPU, or compares a file with the simulation."""
+    for flag, known in ((_ONE_GPU_CASES, one_gpu.CASES), (_ONE_GPU_WHO, one_gpu.SETUPS)):
         wrong = [name for name in flag.value if name not in known]
         if wrong:
             raise app.UsageError(f"--{flag.name} takes {', '.join(known)}, but got "
                                  f"{', '.join(wrong)}.")
     if _ONE_GPU_COMPARE.value:
-        found = one_gpu.read(pathlib.Path(_ONE_GPU_COMPARE.value))
-        towerstrategy.split_cpu(2)  # the host, and what stands for the GPU
-        print(one_gpu.compared(found, one_gpu.simulated_as(found)))
+        figures = one_gpu.read(pathlib.Path(_ONE_GPU_COMPARE.value))
+        towerstrategy.split_cpu(2)  # the host, and a device that stands for the GPU
+        print(one_gpu.format_comparison(figures, one_gpu.gpu_kind(figures)))
         return
     quick = _QUICK.value
     todo = [one_gpu.Cell(one_gpu.CONSTANTS)] if _ONE_GPU_CONSTANTS.value else one_gpu.cells(
@@ -290,20 +296,16 @@ def _measure_one_gpu() -> None:
                  _ONE_GPU_LIMIT.value, _LIMIT.value, pathlib.Path(_OUT.value), _title("keras"))
 
 
-def _measure_in_turns(name: str) -> None:
-    """The cases asked for, else those that it has by default."""
+def _measure_in_one_process(name: str) -> None:
+    """Runs ``inference`` or ``loops``, by default with the cases of the module."""
     module = importlib.import_module(f"benchmarks.{name}")
-    chosen = _CASES.value if flags.FLAGS["cases"].present else list(module.CASES)
-    wrong = [each for each in chosen if each not in cases.CASES]
-    if wrong:
-        raise app.UsageError(f"{name}: --cases takes {', '.join(cases.CASES)}, but got "
-                             f"{', '.join(wrong)}.")
     keras = importlib.import_module("tf_keras" if _LEGACY.value else "keras")
-    module.main(keras, chosen, _TOWERS.value, 1 if _QUICK.value else _ROUNDS.value, _QUICK.value)
+    module.main(keras, _chosen_cases(name, module.CASES), _TOWERS.value,
+                1 if _QUICK.value else _ROUNDS.value, _QUICK.value)
 
 
 def _measure_partition() -> None:
-    """``--cases``, ``large`` among them, on ``--scaling_towers``."""
+    """Partitions ``--cases``, which may have ``large`` models, for ``--scaling_towers``."""
     from benchmarks import partition
 
     chosen = _CASES.value if flags.FLAGS["cases"].present else ["conv", "deep", "large"]
@@ -318,7 +320,7 @@ def _measure_partition() -> None:
 
 
 def _measure_unequal() -> None:
-    """Two towers, of which one is slower, with shares of every kind."""
+    """Measures two towers, one of which is slower, with several shares."""
     from benchmarks import unequal
 
     name = "tf_keras" if _LEGACY.value else "keras"
@@ -329,25 +331,26 @@ def _measure_unequal() -> None:
 
 
 def _measure_machines() -> None:
-    """``--cases``, ``mlp`` unless given, on clusters of several shapes."""
+    """Measures ``--cases`` (default: ``mlp``) on clusters of ``--machines_shapes``."""
     try:
-        of_shapes = machines.shapes(_MACHINES_SHAPES.value)
+        shapes = machines.parse_shapes(_MACHINES_SHAPES.value)
     except ValueError as error:
         raise app.UsageError(f"--machines_shapes: {error}") from error
-    machines.main(_chosen("machines", "mlp"), 1 if _QUICK.value else _ROUNDS.value,
+    machines.main(_chosen_cases("machines", ["mlp"]), 1 if _QUICK.value else _ROUNDS.value,
                   _MACHINES_STEPS.value, _QUICK.value, _LIMIT.value, pathlib.Path(_OUT.value),
-                  _title("tf_keras"), of_shapes)
+                  _title("tf_keras"), shapes)
 
 
 def _measure_micro_batches() -> None:
-    """``--cases``, ``conv`` unless given, in one to eight micro-batches."""
-    micro_batches.main(_chosen("micro_batches", "conv"), 1 if _QUICK.value else _ROUNDS.value,
-                       _MICRO_BATCHES_STEPS.value, _QUICK.value, _LIMIT.value, _LEGACY.value,
-                       pathlib.Path(_OUT.value), _title("tf_keras" if _LEGACY.value else "keras"))
+    """Measures ``--cases`` (default: ``conv``) in one to eight micro-batches."""
+    micro_batches.main(
+        _chosen_cases("micro_batches", ["conv"]), 1 if _QUICK.value else _ROUNDS.value,
+        _MICRO_BATCHES_STEPS.value, _QUICK.value, _LIMIT.value, _LEGACY.value,
+        pathlib.Path(_OUT.value), _title("tf_keras" if _LEGACY.value else "keras"))
 
 
 def _measure_stages() -> None:
-    """``--stages_cases`` over one to four stages, in one to eight micro-batches."""
+    """Measures ``--stages_cases`` on one to four stages, in one to eight micro-batches."""
     from benchmarks import stages
 
     wrong = [name for name in _STAGES_CASES.value if name not in stages.CASES]
@@ -359,34 +362,35 @@ def _measure_stages() -> None:
                 pathlib.Path(_OUT.value), _title("tf_keras" if _LEGACY.value else "keras"))
 
 
-def _chosen(what: str, by_default: str) -> list[str]:
-    """``--cases``, where they are given."""
-    chosen = _CASES.value if flags.FLAGS["cases"].present else [by_default]
+def _chosen_cases(subcommand: str, default: Iterable[str]) -> list[str]:
+    """``--cases``, or ``default`` if the flag is not given."""
+    chosen = _CASES.value if flags.FLAGS["cases"].present else list(default)
     wrong = [each for each in chosen if each not in cases.CASES]
     if wrong:
-        raise app.UsageError(f"{what}: --cases takes {', '.join(cases.CASES)}, but got "
+        raise app.UsageError(f"{subcommand}: --cases takes {', '.join(cases.CASES)}, but got "
                              f"{', '.join(wrong)}.")
     return chosen
 
 
 def _title(keras: str) -> str:
-    where = [f"{package} {importlib.metadata.version(package)}"
-             for package in ("tensorflow", keras)]
-    return f"{_cpu_name()}, {len(os.sched_getaffinity(0))} cores; {', '.join(where)}"
+    """A line with the machine and the versions of TensorFlow and of the Keras package."""
+    versions = [f"{package} {importlib.metadata.version(package)}"
+                for package in ("tensorflow", keras)]
+    return f"{_cpu_name()}, {len(os.sched_getaffinity(0))} cores; {', '.join(versions)}"
 
 
-def _write(path: pathlib.Path, where: dict[str, Any], device: str,
+def _write(path: pathlib.Path, info: dict[str, Any], device: str,
            runs: list[results.Run]) -> None:
-    """Writes everything measured so far, so that a broken run is not lost."""
+    """Writes all runs so far, so that they are kept if the benchmark is interrupted."""
     figures = results.medians(runs)
     verdicts = results.verdicts(figures, _TOWERS.value, _MERGE.value == "balanced")
     path.write_text(json.dumps({
-        "machine": where, "device": device,
+        "machine": info, "device": device,
         "flags": {flag.name: flag.value for flag in (
             _CASES, _STRATEGIES, _TOWERS, _SCALING_TOWERS, _ROUNDS, _MERGE, _SECONDS, _LEGACY,
             _QUICK)},
         "runs": [dataclasses.asdict(run) for run in runs],
-        "medians": [{**dataclasses.asdict(job), **mine} for job, mine in figures.items()],
+        "medians": [{**dataclasses.asdict(job), **values} for job, values in figures.items()],
         "targets": [{**dataclasses.asdict(verdict), "holds": verdict.holds}
                     for verdict in verdicts]}, indent=1))
 

@@ -1,8 +1,8 @@
-"""What is trained: a model, its random data and its batch.
+"""The models that the benchmarks train, with random data and a batch size.
 
-Goes in: the name of a case and a Keras.  Comes out: a :class:`Case`, which builds the model and
-its data.  All train with Adam on cross-entropy; the global batch stays the same whatever the number
-of towers.
+Goes in: the name of a case and a Keras.  Comes out: a :class:`Case`, which builds the model and its
+data.  All cases use Adam and cross-entropy.  The global batch size does not depend on the number of
+towers.
 """
 
 from __future__ import annotations
@@ -17,62 +17,62 @@ if TYPE_CHECKING:
     import tensorflow as tf
 
 CLASSES = 10
-_BATCHES = 4  # of data; they repeat
-_TABLE = 500_000  # rows of the embedding
+_BATCHES = 4  # different batches, which repeat
+_TABLE = 500_000  # rows of the embedding table
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One thing to measure.
+    """A model to train.
 
     Attributes:
-      what: what it measures, in a few words.
+      title: a few words about what the case measures.
       batch: rows of the global batch.
-      build: makes the model, uncompiled: takes a Keras and whether to make it small.
-      rows: makes the inputs: takes a random generator and how many rows.
+      build: makes the model, uncompiled, from a Keras and whether the model is small.
+      draw_inputs: makes inputs from a random generator and a number of rows.
     """
 
-    what: str
+    title: str
     batch: int
     build: Callable[[Any, bool], Any]
-    rows: Callable[[np.random.Generator, int], np.ndarray]
+    draw_inputs: Callable[[np.random.Generator, int], np.ndarray]
 
 
 def dataset(case: Case, drop_remainder: bool = False) -> tf.data.Dataset:
-    """The case's endless pipeline of random batches (``drop_remainder``: of known shape)."""
-    import tensorflow as tf  # where JAX is measured there is none
+    """An endless dataset of random batches; with ``drop_remainder``, they have a static shape."""
+    import tensorflow as tf  # not installed where JAX is measured
 
     rows = tf.data.Dataset.from_tensor_slices(_data(case))
     return rows.repeat().batch(case.batch, drop_remainder).prefetch(tf.data.AUTOTUNE)
 
 
 def batches(case: Case) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """The batches of :func:`dataset`, without end, from memory."""
+    """The endless batches of :func:`dataset`, as arrays in memory."""
     rows, labels = _data(case)
     while True:
         for start in range(0, len(labels), case.batch):
             yield rows[start:start + case.batch], labels[start:start + case.batch]
 
 
-def random() -> np.random.Generator:
-    """What data is drawn from."""
+def generator() -> np.random.Generator:
+    """The random generator for the data."""
     return np.random.default_rng(0)
 
 
 def _data(case: Case) -> tuple[np.ndarray, np.ndarray]:
-    draws, count = random(), case.batch * _BATCHES
-    labels = draws.integers(0, CLASSES, count).astype("int32")
-    return case.rows(draws, count), labels
+    random, count = generator(), case.batch * _BATCHES
+    labels = random.integers(0, CLASSES, count).astype("int32")
+    return case.draw_inputs(random, count), labels
 
 
 def compiled(case: Case, keras: Any, small: bool = False, xla: bool = False) -> Any:
-    """The case's model, ready for ``fit``; call it in the scope of a strategy.
+    """The compiled model of a case; call it in the scope of a strategy.
 
     Args:
-      case: which.
-      keras: the Keras to make it with.
-      small: whether to make a small one.
-      xla: whether with ``jit_compile=True``.
+      case: the case.
+      keras: ``keras`` or ``tf_keras``.
+      small: whether to make a small model.
+      xla: the value of ``jit_compile``.
     """
     model = case.build(keras, small)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -81,9 +81,10 @@ def compiled(case: Case, keras: Any, small: bool = False, xla: bool = False) -> 
 
 
 def dense(widths: list[int], features: int) -> Callable[[Any, bool], Any]:
+    """A function that builds an MLP with hidden layers of ``widths``."""
     def build(keras: Any, small: bool) -> Any:
-        kept = [min(width, 32) for width in widths[:4]] if small else widths
-        layers = [keras.layers.Dense(width, activation="relu") for width in kept]
+        hidden = [min(width, 32) for width in widths[:4]] if small else widths
+        layers = [keras.layers.Dense(width, activation="relu") for width in hidden]
         return keras.Sequential([keras.Input([features]), *layers, keras.layers.Dense(CLASSES)])
 
     return build
@@ -98,7 +99,7 @@ def _embedding(keras: Any, small: bool) -> Any:
 
 
 def _resnet(keras: Any, small: bool) -> Any:
-    """A CIFAR ResNet: three stages of three blocks (one of one where ``small``)."""
+    """A CIFAR ResNet of three stages of three blocks; if ``small``, of one block."""
     layers = keras.layers
 
     def convolved(x: Any, filters: int, size: int, strides: int) -> Any:
@@ -118,6 +119,7 @@ def _resnet(keras: Any, small: bool) -> Any:
 
 
 def floats(*shape: int) -> Callable[[np.random.Generator, int], np.ndarray]:
+    """A function that draws rows of ``shape`` from the normal distribution."""
     return lambda random, count: random.standard_normal((count, *shape)).astype("float32")
 
 
@@ -131,8 +133,8 @@ CASES: dict[str, Case] = {
     "embedding": Case("sparse gradients of a 500,000 x 32 table", 256, _embedding, _ids),
     "conv": Case("a ResNet of 9 blocks with batch norm", 64, _resnet, floats(32, 32, 3)),
     "deep": Case("302 variables", 64, dense([64] * 150, 64), floats(64)),
-    "input": Case("splitting and Python", 64, dense([], 256), floats(256)),
+    "input": Case("splitting of batches, and Python overhead", 64, dense([], 256), floats(256)),
 }
 
-# The case `scaling` is these two for a rising number of towers.
+# The case `scaling` measures these with several numbers of towers.
 SCALING = ("conv", "deep")

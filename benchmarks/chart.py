@@ -1,6 +1,6 @@
-"""What was measured, as a picture.
+"""Draws the results of the benchmarks.
 
-Goes in: medians by job.  Comes out: one PNG: bars for the cases, lines for the scaling.
+Goes in: medians by job.  Comes out: one PNG, with bars for the cases and lines for the scaling.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _LABELS = {"none": "no strategy", "tower": "TowerStrategy", "mirrored": "Mirrore
            "none_xla": "no strategy, XLA", "tower_xla": "TowerStrategy, XLA",
            "jax": "JAX, DataParallel", "jax_one": "JAX, one device"}
 _INK, _MUTED, _GRID = "#1f2933", "#616e7c", "#e4e7eb"
-_PANELS = (("step_ms", "steady step, ms"), ("first_step_s", "first step, s"),
-           ("peak_mb", "peak memory, MB"), ("crossing_mb", "bytes across devices in a step, MB"))
+_PANELS = (("step_ms", "step time, ms"), ("first_step_s", "first step, s"),
+           ("peak_mb", "peak memory, MB"), ("crossing_mb", "MB across devices in a step"))
 
 
 def draw(path: pathlib.Path, figures: results.Medians, towers: int, title: str) -> None:
@@ -33,12 +33,12 @@ def draw(path: pathlib.Path, figures: results.Medians, towers: int, title: str) 
 
     Args:
       path: a PNG file.
-      figures: medians by job; failed jobs are left out.
+      figures: medians by job; failed jobs are not drawn.
       towers: the number of towers of the bars.
       title: machine and versions.
     """
-    good = {job: mine for job, mine in figures.items() if "error" not in mine}
-    scaled = [case for case in cases.SCALING if len(_counts(good, case)) > 1]
+    good = {job: values for job, values in figures.items() if "error" not in values}
+    scaled = [case for case in cases.SCALING if len(_tower_counts(good, case)) > 1]
     style = {"font.size": 10, "axes.edgecolor": _MUTED, "text.color": _INK, "axes.labelcolor": _INK,
              "xtick.color": _MUTED, "ytick.color": _INK, "axes.spines.top": False,
              "axes.spines.right": False}
@@ -57,9 +57,9 @@ def draw(path: pathlib.Path, figures: results.Medians, towers: int, title: str) 
             for column, (name, label) in enumerate(_PANELS[:3]):
                 axes = figure.add_subplot(grid[bar_rows + number, 2 * column:2 * column + 2])
                 _lines(axes, good, case, name, label)
-        shown = [who for who in strategies.NAMES if any(job.strategy == who for job in good)]
-        figure.legend([patches.Patch(color=_COLORS[who]) for who in shown],
-                      [_LABELS[who] for who in shown], loc="outside upper center", ncols=5,
+        shown = [name for name in strategies.NAMES if any(job.strategy == name for job in good)]
+        figure.legend([patches.Patch(color=_COLORS[name]) for name in shown],
+                      [_LABELS[name] for name in shown], loc="outside upper center", ncols=5,
                       frameon=False)
         figure.supxlabel(title, fontsize=9.5, color=_MUTED)
         figure.savefig(path, dpi=110, facecolor="white")
@@ -67,6 +67,7 @@ def draw(path: pathlib.Path, figures: results.Medians, towers: int, title: str) 
 
 
 def _value(figures: dict[str, Any], name: str) -> float | None:
+    """The figure ``name`` of a job; ``crossing_mb`` is computed from its traffic."""
     if name != "crossing_mb":
         return figures.get(name)
     crossing = figures.get("traffic")
@@ -74,21 +75,21 @@ def _value(figures: dict[str, Any], name: str) -> float | None:
 
 
 def _bars(axes: plt.Axes, good: results.Medians, towers: int, name: str, label: str) -> None:
-    """Bars of ratios, so that the cases can stand side by side, with the figures behind them."""
-    value = _values(good, towers, name)
-    shown = [case for case in cases.CASES if any(job.case == case for job in value)]
-    present = [who for who in strategies.NAMES if any(job.strategy == who for job in value)]
+    """Bars of ratios to the reference, which all cases can share, with the figures beside them."""
+    values = _values(good, towers, name)
+    shown = [case for case in cases.CASES if any(job.case == case for job in values)]
+    present = [each for each in strategies.NAMES if any(job.strategy == each for job in values)]
     reference = _reference(good, towers, name)
-    high = 0.8 / max(len(present), 1)
+    height = 0.8 / max(len(present), 1)
     longest = 1.0
-    for number, who in enumerate(present):
-        for place, case in enumerate(shown):
-            at = place - 0.4 + high * (number + 0.5)
-            mine = value.get(results.Job(case, who, towers))
-            over = (mine or 0) / value[results.Job(case, reference, towers)]
-            longest = max(longest, over)
-            axes.barh(at, over, height=high * 0.9, color=_COLORS[who])
-            axes.annotate(_text(mine), (over, at), xytext=(4, 0), textcoords="offset points",
+    for number, strategy in enumerate(present):
+        for position, case in enumerate(shown):
+            y = position - 0.4 + height * (number + 0.5)
+            value = values.get(results.Job(case, strategy, towers))
+            ratio = (value or 0) / values[results.Job(case, reference, towers)]
+            longest = max(longest, ratio)
+            axes.barh(y, ratio, height=height * 0.9, color=_COLORS[strategy])
+            axes.annotate(_text(value), (ratio, y), xytext=(4, 0), textcoords="offset points",
                           va="center", fontsize=8, color=_MUTED)
     axes.axvline(1, color=_INK, linewidth=0.8)
     axes.set_xlim(0, longest * 1.15)
@@ -107,30 +108,33 @@ def _text(figure: float | None) -> str:
 
 
 def _values(good: results.Medians, towers: int, name: str) -> dict[results.Job, float]:
-    return {job: value for job, mine in good.items()
-            if job.towers == towers and (value := _value(mine, name)) is not None}
+    """The figure ``name`` of each job that has it, for jobs of ``towers``."""
+    return {job: value for job, figures in good.items()
+            if job.towers == towers and (value := _value(figures, name)) is not None}
 
 
 def _reference(good: results.Medians, towers: int, name: str) -> str | None:
-    """The first strategy that has a figure, and not 0, for every case; None if there is none."""
+    """The first strategy whose figure is there, and not 0, for each case; None without one."""
     values = _values(good, towers, name)
     shown = {job.case for job in values}
-    return next((who for who in ("none", "mirrored", "tower", "mirrored_reduce") if shown and all(
-        values.get(results.Job(case, who, towers)) for case in shown)), None)
+    return next((each for each in ("none", "mirrored", "tower", "mirrored_reduce") if shown and all(
+        values.get(results.Job(case, each, towers)) for case in shown)), None)
 
 
-def _counts(good: results.Medians, case: str) -> list[int]:
+def _tower_counts(good: results.Medians, case: str) -> list[int]:
+    """The numbers of towers with which a case was measured."""
     return sorted({job.towers for job in good if job.case == case})
 
 
 def _lines(axes: plt.Axes, good: results.Medians, case: str, name: str, label: str) -> None:
-    counts = _counts(good, case)
-    for who, color in _COLORS.items():
+    counts = _tower_counts(good, case)
+    """Lines over the number of towers."""
+    for strategy, color in _COLORS.items():
         points = [(count, good[job][name]) for count in counts
-                  if (job := results.Job(case, who, count)) in good]
+                  if (job := results.Job(case, strategy, count)) in good]
         if points and len(points) > 1:
             axes.plot(*zip(*points), color=color, marker="o", markersize=4)
-        elif points and who == "none":
+        elif points and strategy == "none":
             axes.axhline(points[0][1], color=color, linestyle="--")
     axes.set_xscale("log", base=2)
     axes.set_xticks(counts, [str(count) for count in counts])

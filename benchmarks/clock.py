@@ -1,6 +1,6 @@
-"""How long the steps of a training take: for every strategy and backend alike.
+"""Measures step time and peak memory of a training, with any strategy and backend.
 
-Goes in: a compiled model and its endless batches.  Comes out: seconds and memory.
+Goes in: a compiled model and endless batches.  Comes out: times and peak memory.
 """
 
 from __future__ import annotations
@@ -13,22 +13,23 @@ from typing import Any
 
 import numpy as np
 
-_WARM_UP, _LEAST, _MOST = 5, 10, 2000  # steps
+_WARM_UP, _MIN_STEPS, _MAX_STEPS = 5, 10, 2000
 _ENDLESS = 10**6
 
 
-def timed(keras: Any, model: Any, batches: Any, seconds: float) -> dict[str, Any]:
-    """Trains ``model`` with ``fit`` until the time is up.
+def measure_steps(keras: Any, model: Any, batches: Any, seconds: float) -> dict[str, Any]:
+    """Trains ``model`` with ``fit`` for some seconds.
 
     Args:
-      keras: the model's Keras.
-      model: what to train.
-      batches: on what; they never end.
-      seconds: how long, after the first steps.
+      keras: the Keras of the model.
+      model: a compiled model.
+      batches: endless batches.
+      seconds: how long to train after the warm-up steps.
 
     Returns:
-      ``first_step_s`` (from the call of ``fit`` to the end of its first step: building, tracing and
-      running it), ``step_ms`` (the median), ``steps`` and ``peak_mb`` (resident, of the process).
+      ``first_step_s`` (from the call of ``fit`` to the end of the first step, with building and
+      tracing), ``step_ms`` (the median step time), ``steps`` and ``peak_mb`` (resident memory of
+      the process).
     """
     clock = _clock(keras, seconds)
     start = time.perf_counter()
@@ -43,26 +44,26 @@ def timed(keras: Any, model: Any, batches: Any, seconds: float) -> dict[str, Any
 
 
 def peak_mb() -> float:
-    """The most memory that this process has had, resident."""
+    """The peak of this process's resident memory."""
     status = pathlib.Path("/proc/self/status")
-    if status.exists():  # ru_maxrss starts with what the parent had
+    if status.exists():  # ru_maxrss starts at the parent's value
         line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
         return int(line.split()[1]) / 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def _clock(keras: Any, seconds: float) -> Any:
-    """A callback that notes when steps end and stops the training when it has seen enough."""
+    """A callback that records when steps end, and stops the training after ``seconds``."""
 
     class Clock(keras.callbacks.Callback):
         ends: list[float] = []
 
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            float(logs["loss"])  # as a progress bar does; the step has ended when it is known
+            float(logs["loss"])  # waits for the end of the step, as a progress bar does
             self.ends.append(time.perf_counter())
             steps = batch + 1 - _WARM_UP
             spent = self.ends[-1] - self.ends[min(batch, _WARM_UP)]
-            if steps > _MOST or (steps > _LEAST and spent > seconds):
+            if steps > _MAX_STEPS or (steps > _MIN_STEPS and spent > seconds):
                 self.model.stop_training = True
 
     return Clock()

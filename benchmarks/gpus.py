@@ -324,7 +324,7 @@ def checks(simulation: Simulation) -> list[Check]:
     return compared
 
 
-def tables(results: Sequence[Result], checked: Sequence[Check]) -> str:
+def format_tables(results: Sequence[Result], checked: Sequence[Check]) -> str:
     """The table of results, and that of checks, if there are any."""
     rows = [[each.case, each.machine, str(each.gpus), each.merge, "yes" if each.xla else "no",
              f"{each.step_ms:,.2f}", f"{each.efficiency:.3f}", each.link or "-",
@@ -365,6 +365,6 @@ def main(names: Sequence[str], counts: Sequence[int], machines: Sequence[str], c
         for result in simulation.case(name, CASES[name], counts, machines):
             results.append(result)
             _write(out / "gpus.json", results, checked, simulation.factors)
-    print(f"\n{tables(results, checked)}")
+    print(f"\n{format_tables(results, checked)}")
     gpus_chart.draw(out / "gpus.png", results)
     print(f"\n{out / 'gpus.json'}\n{out / 'gpus.png'}")

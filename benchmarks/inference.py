@@ -1,10 +1,11 @@
-"""Predict and evaluate beside no strategy and MirroredStrategy, all in one process, in turns.
+"""Measures ``predict`` and ``evaluate`` of TowerStrategy, no strategy and MirroredStrategy.
 
-Goes in: cases, how many towers and rounds.  Comes out: a table: for each case and call, rows a
-second without a strategy and, as ratios to it and to MirroredStrategy's, with one.
+Goes in: cases, numbers of towers and rounds.  Comes out: a table: for each case and call, the rows
+per second without a strategy, and the ratios of TowerStrategy's to those of no strategy and of
+MirroredStrategy.
 
-Each round calls all strategies one after the other, so that what else the machine does meets all
-alike; of each, the fastest round counts.
+Each round calls all strategies one after the other, in one process, so that other load on the
+machine affects all alike.  The fastest round counts.
 """
 
 from __future__ import annotations
@@ -27,19 +28,19 @@ LEAST_OVER_MIRRORED = 2.0
 
 def measure(keras: Any, case: cases.Case, devices: list[str], rounds: int, batches: int,
             small: bool = False) -> dict[str, dict[str, float]]:
-    """Seconds of the fastest round, by call and strategy.
+    """The seconds of the fastest round, by call and strategy.
 
     Args:
-      keras: the Keras to predict with.
-      case: with what.
-      devices: the towers'.
-      rounds: how often to call each.
-      batches: how many there are in a call.
+      keras: ``keras`` or ``tf_keras``.
+      case: the model.
+      devices: the devices of the towers.
+      rounds: the number of rounds.
+      batches: the number of batches of a call.
       small: whether to make a small model.
     """
     random = np.random.default_rng(0)
     rows = case.batch * batches
-    x, y = case.rows(random, rows), random.integers(0, cases.CLASSES, rows).astype("int32")
+    x, y = case.draw_inputs(random, rows), random.integers(0, cases.CLASSES, rows).astype("int32")
     models = {}
     for name in STRATEGIES:
         with strategies.STRATEGIES[name](devices, None).scope():
@@ -57,26 +58,26 @@ def measure(keras: Any, case: cases.Case, devices: list[str], rounds: int, batch
     return best
 
 
-def told(found: dict[str, dict[str, dict[str, float]]], rows: dict[str, int]) -> str:
-    """The table: what :func:`measure` found for each case."""
+def format_table(measured: dict[str, dict[str, dict[str, float]]], rows: dict[str, int]) -> str:
+    """The table of the results of :func:`measure`, by case; ``rows`` are those of a call."""
     lines = []
-    for case, by_call in found.items():
+    for case, by_call in measured.items():
         for call, seconds in by_call.items():
-            mine = seconds["tower"]
+            tower = seconds["tower"]
             lines.append([case, call, f"{rows[case] / seconds['none']:,.0f}",
-                          f"{seconds['none'] / mine:.2f}", f"{seconds['mirrored'] / mine:.2f}",
+                          f"{seconds['none'] / tower:.2f}", f"{seconds['mirrored'] / tower:.2f}",
                           f"{LEAST_OVER_NONE.get(case, 0):.2f}", f"{LEAST_OVER_MIRRORED:.2f}"])
     return table.columns(("case", "call", "rows/s, none", "/ none", "/ mirrored", "at least",
                           "at least"), lines)
 
 
 def main(keras: Any, names: Sequence[str], towers: int, rounds: int, quick: bool) -> None:
-    """Measures and prints."""
+    """Measures the cases and prints the table."""
     devices = strategies.devices("cpu", towers)
-    found, rows = {}, {}
+    measured, rows = {}, {}
     for name in names:
         case = cases.CASES[name]
         batches = 2 if quick else _BATCHES.get(name, 10)
-        found[name] = measure(keras, case, devices, rounds, batches, quick)
+        measured[name] = measure(keras, case, devices, rounds, batches, quick)
         rows[name] = case.batch * batches
-    print(told(found, rows))
+    print(format_table(measured, rows))

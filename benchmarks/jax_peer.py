@@ -1,8 +1,8 @@
-"""Measures Keras 3 on JAX, on one device or by ``keras.distribution.DataParallel`` on several.
+"""Measures Keras 3 on JAX: on one device, or on several with ``keras.distribution.DataParallel``.
 
-Goes in: a case and how many devices.  Comes out: a JSON file, as :mod:`measure` writes it.
+Goes in: a case and a number of devices.  Comes out: a JSON file with the figures of :mod:`measure`.
 
-It runs in an environment of its own, which has no TensorFlow; ``make bench-jax`` makes it.
+It runs in an environment of its own, without TensorFlow, which ``make bench-jax`` makes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from benchmarks import cases, clock
 
 
 def missing(python: str) -> str:
-    """What is missing to measure with ``python``, an interpreter's path; "" if nothing is."""
+    """A message if there is no interpreter ``python`` to measure with; else ""."""
     if pathlib.Path(python).exists():
         return ""
     return f"there is no {python}; `make bench-jax` makes .venv-jax"
@@ -27,13 +27,13 @@ def missing(python: str) -> str:
 
 def command(python: str, case: str, devices: int, seconds: float, small: bool,
             output: pathlib.Path) -> tuple[list[str], dict[str, str]]:
-    """What to run, and with which environment variables, to have :func:`measure`'s figures written.
+    """The command that writes the figures of :func:`measure`, and its environment variables.
 
     Args:
       python: the interpreter of an environment with Keras 3 and JAX.
       case: the name of a case.
-      devices: how many JAX is to make of the CPU.
-      seconds: how long to measure the steady step.
+      devices: the number of JAX's CPU devices.
+      seconds: how long to measure the step time.
       small: whether to make small models.
       output: the JSON file to write.
     """
@@ -45,13 +45,13 @@ def command(python: str, case: str, devices: int, seconds: float, small: bool,
 
 def measure(keras: Any, case: cases.Case, devices: int, seconds: float,
             small: bool = False) -> dict[str, Any]:
-    """Trains ``case`` with ``fit`` until the time is up; see :func:`measure.measure`.
+    """Trains ``case`` with ``fit`` for some seconds; returns the figures of :mod:`measure`.
 
     Args:
       keras: Keras 3 on JAX.
-      case: what to train.
-      devices: on how many.
-      seconds: how long, after the first steps.
+      case: the model to train.
+      devices: the number of devices.
+      seconds: how long to train after the warm-up steps.
       small: whether to make a small model.
 
     Raises:
@@ -63,32 +63,33 @@ def measure(keras: Any, case: cases.Case, devices: int, seconds: float,
                          f"XLA_FLAGS=--xla_force_host_platform_device_count={devices}.")
     if devices > 1:
         keras.distribution.set_distribution(keras.distribution.DataParallel(devices=names))
-    # XLA is the only way in which JAX compiles a step.
+    # JAX compiles steps only with XLA.
     model = cases.compiled(case, keras, small, xla=True)
-    timed = clock.timed(keras, model, cases.batches(case), seconds)
+    times = clock.measure_steps(keras, model, cases.batches(case), seconds)
     sizes = [int(np.prod(weight.shape)) * np.dtype(weight.dtype).itemsize
              for weight in model.trainable_variables]
-    return {**timed, "gpu_peak_mb": 0.0, "parameter_bytes": sum(sizes),
+    return {**times, "gpu_peak_mb": 0.0, "parameter_bytes": sum(sizes),
             "largest_bytes": max(sizes), "state_bytes": {}, "traffic": None}
 
 
 def main() -> None:
-    """Measures and writes the file."""
+    """Measures a case and writes the file."""
     parser = argparse.ArgumentParser()
     parser.add_argument("case", choices=list(cases.CASES))
     parser.add_argument("devices", type=int)
     parser.add_argument("output", type=pathlib.Path)
     parser.add_argument("--seconds", type=float, default=6)
     parser.add_argument("--small", action="store_true")
-    told = parser.parse_args()
+    arguments = parser.parse_args()
     try:
-        import keras  # it looks for its backend when it is imported
+        import keras  # not before: importing it loads the backend
 
-        found = measure(keras, cases.CASES[told.case], told.devices, told.seconds, told.small)
+        figures = measure(keras, cases.CASES[arguments.case], arguments.devices,
+                          arguments.seconds, arguments.small)
     except Exception as error:  # the parent shows it in the table
         traceback.print_exc()
-        found = {"error": f"{type(error).__name__}: {error}".strip().splitlines()[0][:300]}
-    told.output.write_text(json.dumps(found))
+        figures = {"error": f"{type(error).__name__}: {error}".strip().splitlines()[0][:300]}
+    arguments.output.write_text(json.dumps(figures))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Loops of one's own beside no strategy and MirroredStrategy, all in one process, in turns.
+"""Measures custom training loops with TowerStrategy, no strategy and MirroredStrategy.
 
-Goes in: cases, how many towers and rounds.  Comes out: a table: for each case and way to run a
-step that is written by hand, the CPU seconds of its first call, and of a further one the
-milliseconds, which and the CPU's are ratios to those without a strategy, too.
+Goes in: cases, numbers of towers and rounds.  Comes out: a table: for each case and variant of the
+loop, the CPU seconds of the first step, the step time, and the ratios of step time and CPU time to
+those without a strategy.
 
-Each round calls all ways one after the other, so that what else the machine does meets all alike;
-of each, the fastest round counts.
+Each round runs all variants one after the other, in one process, so that other load on the machine
+affects all alike.  The fastest round counts.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def _run(strategy: Any, step: Any) -> Any:
     return tf.function(lambda *batch: strategy.run(step, batch))
 
 
-# A way to run a step -> its strategy, and what makes a function of a strategy and a step.
-WAYS: dict[str, tuple[str, Callable[[Any, Any], Any]]] = {
+# A variant of the loop -> its strategy, and what makes a function from a strategy and a step.
+VARIANTS: dict[str, tuple[str, Callable[[Any, Any], Any]]] = {
     "none": ("none", lambda _, step: tf.function(step)),
     "strategy.run": ("tower", _run),
     "strategy.function": ("tower", lambda strategy, step: strategy.function(step)),
@@ -38,7 +38,7 @@ WAYS: dict[str, tuple[str, Callable[[Any, Any], Any]]] = {
 
 @dataclasses.dataclass
 class Cost:
-    """What a way costs: CPU seconds of the first call, then seconds and CPU seconds of a step."""
+    """The CPU seconds of the first step, then the seconds and CPU seconds of a step."""
 
     first: float
     step: float = float("inf")
@@ -46,13 +46,14 @@ class Cost:
 
 
 @functools.cache
-def _strategy(who: str, devices: tuple[str, ...]) -> tf.distribute.Strategy:
-    """One for all cases: another MirroredStrategy of the same devices cancels functions."""
-    return strategies.STRATEGIES[who](list(devices), None)
+def _strategy(name: str, devices: tuple[str, ...]) -> tf.distribute.Strategy:
+    """The strategy for all cases: a second MirroredStrategy on the same devices cancels functions.
+    """
+    return strategies.STRATEGIES[name](list(devices), None)
 
 
-def _step_of(model: Any) -> Any:
-    """A training step as people write it by hand."""
+def _make_step(model: Any) -> Any:
+    """A custom training step for ``model``."""
 
     def step(x: Any, y: Any) -> Any:
         with tf.GradientTape() as tape:
@@ -66,26 +67,35 @@ def _step_of(model: Any) -> Any:
 
 def measure(keras: Any, case: cases.Case, devices: list[str], rounds: int, steps: int,
             small: bool = False) -> dict[str, Cost]:
-    """The costs by way, of models of ``keras``; a round are so many steps."""
-    loops, found = {}, {}
-    for name, (who, make) in WAYS.items():
-        strategy = _strategy(who, tuple(devices))
+    """The costs by variant.
+
+    Args:
+      keras: ``keras`` or ``tf_keras``.
+      case: the model.
+      devices: the devices of the towers.
+      rounds: the number of rounds.
+      steps: the steps of a round.
+      small: whether to make a small model.
+    """
+    loops, costs = {}, {}
+    for name, (strategy_name, make) in VARIANTS.items():
+        strategy = _strategy(strategy_name, tuple(devices))
         with strategy.scope():
             model = cases.compiled(case, keras, small)
             model.optimizer.build(model.trainable_variables)
         batches = iter(strategy.experimental_distribute_dataset(cases.dataset(case).repeat()))
-        loops[name] = make(strategy, _step_of(model)), batches
-        found[name] = Cost(_timed(*loops[name], 1)[1])
+        loops[name] = make(strategy, _make_step(model)), batches
+        costs[name] = Cost(_time_steps(*loops[name], 1)[1])
     for _ in range(rounds):
         for name, loop in loops.items():
-            seconds, cpu = _timed(*loop, steps)
-            cost = found[name]
+            seconds, cpu = _time_steps(*loop, steps)
+            cost = costs[name]
             cost.step, cost.cpu = min(cost.step, seconds / steps), min(cost.cpu, cpu / steps)
-    return found
+    return costs
 
 
-def _timed(step: Any, batches: Any, count: int) -> tuple[float, float]:
-    """Seconds, and CPU seconds, of so many steps."""
+def _time_steps(step: Any, batches: Any, count: int) -> tuple[float, float]:
+    """The seconds and CPU seconds of ``count`` steps."""
     start, cpu = time.perf_counter(), time.process_time()
     for _ in range(count):
         loss = step(*next(batches))
@@ -94,20 +104,21 @@ def _timed(step: Any, batches: Any, count: int) -> tuple[float, float]:
     return time.perf_counter() - start, time.process_time() - cpu
 
 
-def told(found: dict[str, dict[str, Cost]]) -> str:
-    """The table: what :func:`measure` found for each case."""
+def format_table(costs_by_case: dict[str, dict[str, Cost]]) -> str:
+    """The table of the results of :func:`measure`, by case."""
     lines = []
-    for case, costs in found.items():
+    for case, costs in costs_by_case.items():
         none = costs["none"]
         lines += [[case, name, f"{cost.first:.2f}", f"{cost.step * 1000:.2f}",
                    f"{cost.step / none.step:.2f}", f"{cost.cpu / none.cpu:.2f}"]
                   for name, cost in costs.items()]
-    return table.columns(("case", "step by", "first, CPU s", "step, ms", "/ none", "CPU / none"),
-                         lines)
+    return table.columns(("case", "variant", "first step, CPU s", "step ms", "/ none",
+                          "CPU / none"), lines)
 
 
 def main(keras: Any, names: Sequence[str], towers: int, rounds: int, quick: bool) -> None:
-    """Measures and prints."""
+    """Measures the cases and prints the table."""
     devices = strategies.devices("cpu", towers)
-    print(told({name: measure(keras, cases.CASES[name], devices, rounds, 2 if quick else 30, quick)
-                for name in names}))
+    print(format_table({
+        name: measure(keras, cases.CASES[name], devices, rounds, 2 if quick else 30, quick)
+        for name in names}))

@@ -1,14 +1,14 @@
-"""Measures TowerStrategy over several workers beside ``MultiWorkerMirroredStrategy``.
+"""Measures TowerStrategy and ``MultiWorkerMirroredStrategy`` on several workers.
 
-Goes in: the flags of ``python -m benchmarks``.  Comes out: progress, a table, the targets with pass
+Goes in: the flags of ``python -m benchmarks``.  Comes out: progress, tables, the targets with pass
 or MISS, and ``machines.json`` in the output folder.
 
     python -m benchmarks machines --rounds=1
     python -m benchmarks machines --rounds=1 --machines_shapes=2x1,8x1,2x2,4x2
 
-All workers are processes on this machine; both strategies train tf_keras models, on batches that
-divide evenly.  Bytes between processes are those that the loopback device has received, counted by
-Linux in a network namespace of the workers' own; where none can be made, on the whole machine.
+All workers are processes on this machine.  Both strategies train tf_keras models, on batches that
+divide evenly.  The bytes between processes are the bytes that the loopback device receives, which
+Linux counts: in a network namespace of the workers, or on the whole machine if we cannot make one.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from typing import Any
 from benchmarks import results, table
 
 STRATEGIES = ("tower", "multi_worker")
-SHAPES = ((2, 2), (4, 1))  # workers, towers of each
+SHAPES = ((2, 2), (4, 1))  # workers, towers of each worker
 FIGURES = ("step_ms", "cpu_ms", "first_step_s", "first_cpu_s", "peak_mb", "worker_mb",
            "between_mb")
-# Ratios to MultiWorkerMirroredStrategy: case, shape, figure, limit.
+# Limits of ratios to MultiWorkerMirroredStrategy: case, shape, figure, limit.
 TARGETS = (("mlp", (2, 2), "step_ms", 0.6), ("mlp", (2, 2), "between_mb", 0.55))
 
 Figures = dict["Job", dict[str, Any]]
@@ -41,7 +41,7 @@ Figures = dict["Job", dict[str, Any]]
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What one cluster measures."""
+    """A case and strategy, and the cluster that measures them."""
 
     case: str
     strategy: str
@@ -49,30 +49,30 @@ class Job:
     towers: int
 
 
-def shapes(written: Sequence[str]) -> list[tuple[int, int]]:
-    """Shapes as they are given on the command line: ``4x2`` is four workers of two towers.
+def parse_shapes(texts: Sequence[str]) -> list[tuple[int, int]]:
+    """The shapes of clusters in a flag: ``4x2`` is four workers with two towers each.
 
     Raises:
-      ValueError: one is not written so.
+      ValueError: a text is not a shape.
     """
-    found = []
-    for shape in written:
+    shapes = []
+    for shape in texts:
         numbers = shape.split("x")
         if len(numbers) != 2 or not all(part.isdecimal() and int(part) for part in numbers):
             raise ValueError("a cluster's shape is its workers x the towers of each, such as 4x2, "
                              f"but got {shape!r}.")
-        found.append((int(numbers[0]), int(numbers[1])))
-    return found
+        shapes.append((int(numbers[0]), int(numbers[1])))
+    return shapes
 
 
-def jobs(cases: list[str], of_shapes: Sequence[tuple[int, int]] = SHAPES) -> list[Job]:
-    """What to measure in a round."""
+def jobs(cases: list[str], shapes: Sequence[tuple[int, int]] = SHAPES) -> list[Job]:
+    """The jobs of a round."""
     return [Job(case, strategy, *shape)
-            for case in cases for shape in of_shapes for strategy in STRATEGIES]
+            for case in cases for shape in shapes for strategy in STRATEGIES]
 
 
 def can_isolate() -> bool:
-    """Whether a network namespace can be made for the workers."""
+    """Whether we can make a network namespace for the workers."""
     if not shutil.which("unshare") or not shutil.which("ip"):
         return False
     return not subprocess.run(["unshare", "--map-root-user", "--net", "ip", "link", "set", "lo",
@@ -80,13 +80,13 @@ def can_isolate() -> bool:
 
 
 def measure(job: Job, steps: int, small: bool, seconds: float, isolated: bool) -> dict[str, Any]:
-    """Runs a cluster; its figures, or the ``error`` of the first worker that failed.
+    """Runs a cluster; returns its figures, or the ``error`` of the first worker that failed.
 
     Args:
-      job: what to measure.
-      steps: how many, after the first ones.
-      small: whether to train small models.
-      seconds: after which the workers are killed.
+      job: the job to measure.
+      steps: the number of steps after the warm-up.
+      small: whether to train a small model.
+      seconds: the time limit, after which the workers are killed.
       isolated: whether to give the workers a network namespace.
     """
     with tempfile.TemporaryDirectory() as name:
@@ -101,11 +101,12 @@ def measure(job: Job, steps: int, small: bool, seconds: float, isolated: bool) -
         isolation = ["unshare", "--map-root-user", "--net"] if isolated else []
         script = "ip link set lo up\n" + script if isolated else script
         ended = _run([*isolation, "sh", "-c", script, "sh", *worker], seconds)
-        return _collected(folder, job.workers, f"no end after {seconds:.0f} s" if not ended else "")
+        return _cluster_figures(folder, job.workers,
+                                f"no end after {seconds:.0f} s" if not ended else "")
 
 
 def _run(command: list[str], seconds: float) -> bool:
-    """Runs a command and all that it starts; False where they had to be killed."""
+    """Runs a command; returns False if it, with all its processes, was killed at the time limit."""
     environment = {**os.environ, "TF_USE_LEGACY_KERAS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
     process = subprocess.Popen(command, env=environment, start_new_session=True)
     try:
@@ -120,6 +121,7 @@ def _run(command: list[str], seconds: float) -> bool:
 
 
 def _addresses(count: int) -> list[str]:
+    """``count`` addresses with free ports on the loopback device."""
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     addresses = [f"127.0.0.1:{each.getsockname()[1]}" for each in sockets]
     for each in sockets:
@@ -127,15 +129,19 @@ def _addresses(count: int) -> list[str]:
     return addresses
 
 
-def _collected(folder: pathlib.Path, workers: int, error: str) -> dict[str, Any]:
-    """The workers' figures as one: the median step, the slowest first one, else sums."""
+def _cluster_figures(folder: pathlib.Path, workers: int, error: str) -> dict[str, Any]:
+    """The figures of the cluster, or the ``error`` of a worker.
+
+    The step time is the workers' median, the first step's time and ``worker_mb`` are their maximum.
+    Bytes between processes are the first worker's count.  The others are sums over workers.
+    """
     found = []
     for index in range(workers):
-        written = folder / f"{index}.json"
-        if not written.exists():
+        file = folder / f"{index}.json"
+        if not file.exists():
             last = ((folder / f"{index}.log").read_text().strip() or "no message").splitlines()[-1]
             return {"error": error or f"worker {index}: {last[:300]}"}
-        found.append(json.loads(written.read_text()))
+        found.append(json.loads(file.read_text()))
     failed = [f"worker {index}: {each['error']}" for index, each in enumerate(found)
               if "error" in each]
     if failed:
@@ -151,74 +157,75 @@ def _collected(folder: pathlib.Path, workers: int, error: str) -> dict[str, Any]
 
 def medians(runs: list[tuple[Job, dict[str, Any]]]) -> Figures:
     """The medians of each job's rounds, or its first error."""
-    return results.middle(runs, FIGURES)
+    return results.median_figures(runs, FIGURES)
 
 
 def verdicts(figures: Figures) -> list[results.Verdict]:
-    """The targets that these figures are enough for."""
-    found = []
+    """The verdicts on the targets whose figures were measured."""
+    verdicts_ = []
     for case, shape, name, limit in TARGETS:
-        own, peer = (figures.get(Job(case, strategy, *shape), {}) for strategy in STRATEGIES)
-        if name in own and peer.get(name):
-            found.append(results.Verdict(
+        tower, peer = (figures.get(Job(case, strategy, *shape), {}) for strategy in STRATEGIES)
+        if name in tower and peer.get(name):
+            verdicts_.append(results.Verdict(
                 f"{case}, {shape[0]} workers x {shape[1]} towers: {name} over MultiWorkerMirrored",
-                own[name] / peer[name], limit))
-    return found
+                tower[name] / peer[name], limit))
+    return verdicts_
 
 
-def shown(figures: Figures) -> str:
-    """The table."""
-    header = ("case", "workers", "towers", "strategy", "step ms", "CPU ms a step",
-              "first step s", "its CPU s", "peak MB", "a worker's", "MB between processes a step")
+def format_table(figures: Figures) -> str:
+    """The table of all jobs, and a line for each that failed."""
+    header = ("case", "workers", "towers", "strategy", "step ms", "CPU ms per step",
+              "first step s", "first step CPU s", "peak MB", "peak MB per worker",
+              "MB between processes per step")
     rows, failed = [], []
-    for job, mine in figures.items():
+    for job, values in figures.items():
         start = [job.case, str(job.workers), str(job.towers), job.strategy]
-        if "error" in mine:
-            failed.append(f"{' '.join(start)} failed: {mine['error']}")
+        if "error" in values:
+            failed.append(f"{' '.join(start)} failed: {values['error']}")
         else:
-            rows.append([*start, *(f"{mine[name]:,.2f}" for name in FIGURES)])
+            rows.append([*start, *(f"{values[name]:,.2f}" for name in FIGURES)])
     return "\n".join([table.columns(header, rows), *failed])
 
 
-def growth(figures: Figures) -> str:
-    """What a worker takes beside what it takes in the smallest cluster of its towers."""
+def format_growth(figures: Figures) -> str:
+    """The table of figures per worker, over those in the smallest cluster of such workers."""
     lines = []
-    for job, mine in figures.items():
+    for job, values in figures.items():
         alike = [other for other in figures if "error" not in figures[other]
                  and (other.case, other.strategy, other.towers)
                  == (job.case, job.strategy, job.towers)]
-        if "error" in mine or len(alike) < 2 or job == (
-                few := min(alike, key=lambda other: other.workers)):
+        if "error" in values or len(alike) < 2 or job == (
+                smallest := min(alike, key=lambda other: other.workers)):
             continue
-        base = figures[few]
-        lines.append([job.case, job.strategy, f"{few.workers} -> {job.workers} x {job.towers}", *(
-            f"{mine[name] / job.workers / (base[name] / few.workers):.2f}" if base[name] else "-"
+        base, few = figures[smallest], smallest.workers
+        lines.append([job.case, job.strategy, f"{few} -> {job.workers} x {job.towers}", *(
+            f"{values[name] / job.workers / (base[name] / few):.2f}" if base[name] else "-"
             for name in ("first_cpu_s", "cpu_ms", "peak_mb", "between_mb"))])
-    return table.columns(("case", "strategy", "workers", "first step's CPU", "step's CPU", "memory",
+    return table.columns(("case", "strategy", "workers", "first step CPU", "step CPU", "memory",
                           "bytes"), lines) if lines else ""
 
 
 def main(cases: list[str], rounds: int, steps: int, small: bool, seconds: float,
-         out: pathlib.Path, title: str, of_shapes: Sequence[tuple[int, int]] = SHAPES) -> None:
-    """Measures, prints, writes."""
+         out: pathlib.Path, title: str, shapes: Sequence[tuple[int, int]] = SHAPES) -> None:
+    """Measures all jobs, prints the tables and writes ``machines.json``."""
     isolated = can_isolate()
-    counted = ("in a network namespace of the workers' own" if isolated
-               else "of the whole machine, other programs' included")
+    counted = ("in a network namespace of the workers" if isolated
+               else "on the whole machine, with those of other programs")
     print(f"{title}\nbytes between processes: loopback, {counted}", flush=True)
     out.mkdir(parents=True, exist_ok=True)
-    todo = [job for _ in range(rounds) for job in jobs(cases, of_shapes)]
+    todo = [job for _ in range(rounds) for job in jobs(cases, shapes)]
     runs: list[tuple[Job, dict[str, Any]]] = []
     for position, job in enumerate(todo, start=1):
-        found = measure(job, steps, small, seconds, isolated)
-        runs.append((job, found))
+        measured = measure(job, steps, small, seconds, isolated)
+        runs.append((job, measured))
         print(f"[{position}/{len(todo)}] {job.case} {job.workers} x {job.towers} {job.strategy}: "
-              + (f"failed: {found['error']}" if "error" in found else
-                 ", ".join(f"{name} {found[name]:,.2f}" for name in FIGURES)), flush=True)
+              + (f"failed: {measured['error']}" if "error" in measured else
+                 ", ".join(f"{name} {measured[name]:,.2f}" for name in FIGURES)), flush=True)
         (out / "machines.json").write_text(json.dumps({
             "title": title, "isolated": isolated, "steps": steps, "small": small,
-            "runs": [{**dataclasses.asdict(each), **mine} for each, mine in runs]}, indent=1))
+            "runs": [{**dataclasses.asdict(each), **values} for each, values in runs]}, indent=1))
     figures = medians(runs)
-    grown = growth(figures)
-    print(f"\n{shown(figures)}\n" + (f"\na worker's part beside the fewest workers:\n{grown}\n"
-                                      if grown else "")
+    growth = format_growth(figures)
+    print(f"\n{format_table(figures)}\n" + (
+        f"\nper worker, over the cluster with the fewest workers:\n{growth}\n" if growth else "")
           + f"\n{table.targets(verdicts(figures))}\n\n{out / 'machines.json'}")

@@ -1,7 +1,7 @@
-"""One worker of a cluster that is measured; see :mod:`benchmarks.machines`.
+"""Runs one worker of a cluster of :mod:`benchmarks.machines`.
 
-Goes in: flags.  Comes out: in the folder a file ``INDEX.json`` with the figures, or with the
-``error`` that came instead.
+Goes in: flags.  Comes out: a file ``INDEX.json`` in the folder, with the figures, or the ``error``
+if the worker failed.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from absl import app, flags
 import towerstrategy
 from benchmarks import cases, clock, machines
 
-_CASE = flags.DEFINE_enum("case", None, list(cases.CASES), "what to train", required=True)
-_STRATEGY = flags.DEFINE_enum("strategy", None, machines.STRATEGIES, "who trains it", required=True)
-_TOWERS = flags.DEFINE_integer("towers", 2, "how many towers this worker has", lower_bound=1)
-_STEPS = flags.DEFINE_integer("steps", 30, "how many steps to measure", lower_bound=2)
-_ADDRESSES = flags.DEFINE_list("addresses", None, "of the workers", required=True)
-_INDEX = flags.DEFINE_integer("index", None, "which of them this is", required=True)
+_CASE = flags.DEFINE_enum("case", None, list(cases.CASES), "the model to train", required=True)
+_STRATEGY = flags.DEFINE_enum("strategy", None, machines.STRATEGIES, "the strategy", required=True)
+_TOWERS = flags.DEFINE_integer("towers", 2, "the number of towers of this worker", lower_bound=1)
+_STEPS = flags.DEFINE_integer("steps", 30, "the number of steps to measure", lower_bound=2)
+_ADDRESSES = flags.DEFINE_list("addresses", None, "the addresses of all workers", required=True)
+_INDEX = flags.DEFINE_integer("index", None, "the index of this worker", required=True)
 _SMALL = flags.DEFINE_bool("small", False, "small models, to try the benchmark itself")
-_FOLDER = flags.DEFINE_string("folder", None, "where to write", required=True)
+_FOLDER = flags.DEFINE_string("folder", None, "the folder for the figures", required=True)
 
 _WARM_UP = 5  # steps
 
 
-def strategy_of(name: str, towers: int, addresses: list[str], index: int) -> Any:
-    """A strategy of this worker, on logical CPU devices."""
+def make_strategy(name: str, towers: int, addresses: list[str], index: int) -> Any:
+    """Makes the strategy of this worker, on logical CPU devices."""
     resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
         tf.train.ClusterSpec({"worker": addresses}), task_type="worker", task_id=index,
         num_accelerators={"GPU": 0}, rpc_layer="grpc")
@@ -43,15 +43,15 @@ def strategy_of(name: str, towers: int, addresses: list[str], index: int) -> Any
         return towerstrategy.TowerStrategy(devices, cluster_resolver=resolver)
     from tensorflow.python.distribute import collective_all_reduce_strategy as upstream
 
-    # It takes one CPU device a worker, whatever there is.
+    # MultiWorkerMirroredStrategy uses only one CPU device of a worker.
     upstream.CollectiveAllReduceExtended._initialize_local_devices = (
         lambda self, resolver, worker: (  # noqa: ARG005
             tuple(f"{worker}/device:CPU:{tower}" for tower in range(towers)), "CPU"))
     return tf.distribute.MultiWorkerMirroredStrategy(cluster_resolver=resolver)
 
 
-def received() -> int:
-    """Bytes that the loopback device of this network namespace has received."""
+def received_bytes() -> int:
+    """The bytes that the loopback device of this network namespace has received."""
     for line in pathlib.Path("/proc/net/dev").read_text().splitlines():
         if line.strip().startswith("lo:"):
             return int(line.split(":")[1].split()[0])
@@ -59,21 +59,21 @@ def received() -> int:
 
 
 def measure(strategy: Any, case: cases.Case, steps: int, small: bool) -> dict[str, Any]:
-    """Trains ``case`` with ``fit`` for that many steps after the first ones."""
+    """Trains ``case`` with ``fit`` for ``steps`` steps after the warm-up; returns the figures."""
     keras = tf.keras
     with strategy.scope():
         model = cases.compiled(case, keras, small)
     ends: list[float] = []
-    counted: list[int] = []
+    received: list[int] = []
     cpu: list[float] = []
 
     class Clock(keras.callbacks.Callback):
 
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:  # noqa: ARG002
-            float(logs["loss"])  # the step has ended when it is known
+            float(logs["loss"])  # waits for the end of the step
             ends.append(time.perf_counter())
             cpu.append(time.process_time())
-            counted.append(received())
+            received.append(received_bytes())
 
     start, start_cpu = time.perf_counter(), time.process_time()
     model.fit(cases.dataset(case), steps_per_epoch=_WARM_UP + steps, shuffle=False, verbose=0,
@@ -84,20 +84,20 @@ def measure(strategy: Any, case: cases.Case, steps: int, small: bool) -> dict[st
         "step_ms": 1e3 * statistics.median(np.diff(ends)[_WARM_UP - 1:]),
         "cpu_ms": 1e3 * (cpu[-1] - cpu[_WARM_UP - 1]) / steps,
         "peak_mb": clock.peak_mb(),
-        "between_mb": (counted[-1] - counted[_WARM_UP - 1]) / steps / 1e6,
+        "between_mb": (received[-1] - received[_WARM_UP - 1]) / steps / 1e6,
     }
 
 
 def main(argv: list[str]) -> None:
-    """Measures and writes the file."""
+    """Measures and writes the file of this worker."""
     del argv
     try:
-        strategy = strategy_of(_STRATEGY.value, _TOWERS.value, _ADDRESSES.value, _INDEX.value)
-        found = measure(strategy, cases.CASES[_CASE.value], _STEPS.value, _SMALL.value)
+        strategy = make_strategy(_STRATEGY.value, _TOWERS.value, _ADDRESSES.value, _INDEX.value)
+        figures = measure(strategy, cases.CASES[_CASE.value], _STEPS.value, _SMALL.value)
     except Exception as error:  # the parent shows it in the table
         traceback.print_exc()
-        found = {"error": f"{type(error).__name__}: {error}".strip().splitlines()[0][:300]}
-    (pathlib.Path(_FOLDER.value) / f"{_INDEX.value}.json").write_text(json.dumps(found))
+        figures = {"error": f"{type(error).__name__}: {error}".strip().splitlines()[0][:300]}
+    (pathlib.Path(_FOLDER.value) / f"{_INDEX.value}.json").write_text(json.dumps(figures))
 
 
 if __name__ == "__main__":

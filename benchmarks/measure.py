@@ -1,6 +1,6 @@
-"""Measures one strategy on one case, in a process of its own.
+"""Measures one strategy on one case.  Each job of ``python -m benchmarks`` is such a process.
 
-Goes in: flags.  Comes out: a JSON file with the figures, or with the ``error`` that came instead.
+Goes in: flags.  Comes out: a JSON file with the figures, or the ``error`` if the training failed.
 
     python -m benchmarks.measure --case=mlp --strategy=tower --towers=4 --output=out/one.json
 """
@@ -20,13 +20,13 @@ from absl import app, flags
 from benchmarks import cases, clock, strategies, traffic
 from towerstrategy.extras.check import speed
 
-_CASE = flags.DEFINE_enum("case", None, list(cases.CASES), "what to train", required=True)
-_STRATEGY = flags.DEFINE_enum("strategy", None, list(strategies.STRATEGIES), "who trains it",
+_CASE = flags.DEFINE_enum("case", None, list(cases.CASES), "the model to train", required=True)
+_STRATEGY = flags.DEFINE_enum("strategy", None, list(strategies.STRATEGIES), "the strategy",
                               required=True)
-_TOWERS = flags.DEFINE_integer("towers", 4, "how many towers", lower_bound=1)
+_TOWERS = flags.DEFINE_integer("towers", 4, "the number of towers", lower_bound=1)
 _MERGE = flags.DEFINE_string("merge_device", None, "TowerStrategy's merge device")
-_DEVICE = flags.DEFINE_enum("device", "cpu", ["cpu", "gpu"], "what the towers are")
-_SECONDS = flags.DEFINE_float("seconds", 6, "how long to measure the steady step")
+_DEVICE = flags.DEFINE_enum("device", "cpu", ["cpu", "gpu"], "the towers' devices")
+_SECONDS = flags.DEFINE_float("seconds", 6, "seconds for which to measure the step time")
 _SMALL = flags.DEFINE_bool("small", False, "small models, to try the benchmark itself")
 _TRAFFIC = flags.DEFINE_bool("traffic", False, "count the bytes that cross devices, too")
 _OUTPUT = flags.DEFINE_string("output", None, "the JSON file to write", required=True)
@@ -35,26 +35,26 @@ _OUTPUT = flags.DEFINE_string("output", None, "the JSON file to write", required
 def measure(keras: Any, case: cases.Case, strategy: tf.distribute.Strategy, seconds: float,
             small: bool = False, with_traffic: bool = False,
             xla: bool = False) -> dict[str, Any]:
-    """Trains ``case`` with ``fit`` until the time is up.
+    """Trains ``case`` with ``fit`` for some seconds.
 
     Args:
-      keras: the Keras to train with.
-      case: what to train.
-      strategy: who trains it.
-      seconds: how long, after the first steps.
+      keras: ``keras`` or ``tf_keras``.
+      case: the model to train.
+      strategy: the strategy.
+      seconds: how long to train after the warm-up steps.
       small: whether to make a small model.
       with_traffic: whether to count the bytes that cross devices, which traces the step once more.
-      xla: whether with ``jit_compile=True``.
+      xla: the value of ``jit_compile``.
 
     Returns:
-      What :func:`clock.timed` does, and ``gpu_peak_mb`` (the sum over GPUs), ``parameter_bytes``,
-      ``largest_bytes`` (of the largest parameter), ``state_bytes`` (weights and optimizer by
-      device) and ``traffic`` (None unless asked for).
+      The figures of :func:`clock.measure_steps`; ``gpu_peak_mb`` (the sum over GPUs);
+      ``parameter_bytes``; ``largest_bytes`` (of the largest parameter); ``state_bytes`` (of weights
+      and optimizer slots, by device); ``traffic`` (None without ``with_traffic``).
     """
     with strategy.scope():
         model = cases.compiled(case, keras, small, xla)
     result = {
-        **clock.timed(keras, model, cases.dataset(case), seconds),
+        **clock.measure_steps(keras, model, cases.dataset(case), seconds),
         "gpu_peak_mb": _gpu_peak() / 2**20,
         "parameter_bytes": sum(_size(variable) for variable in model.trainable_variables),
         "largest_bytes": max(_size(variable) for variable in model.trainable_variables),
@@ -68,14 +68,14 @@ def measure(keras: Any, case: cases.Case, strategy: tf.distribute.Strategy, seco
 
 def step_traffic(model: Any, case: cases.Case,
                  strategy: tf.distribute.Strategy) -> traffic.Traffic:
-    """What crosses devices in a training step of ``model`` on a batch of known shape."""
+    """The bytes that cross devices in a training step of ``model`` on a batch of known shape."""
     batches = iter(strategy.experimental_distribute_dataset(
         cases.dataset(case, drop_remainder=True)))
-    strategy.extended.keep_graphs = True  # a TowerStrategy's; the walk is through Python graphs
+    strategy.extended.keep_graphs = True  # for a TowerStrategy: traffic.count needs Python graphs
     step = tf.function(lambda batches: strategy.run(model.train_step, args=(next(batches),)),
                        autograph=False)
     replicas = strategy.num_replicas_in_sync
-    # So does `fit` with a TowerStrategy; without, it were the user's own loop.
+    # As in `fit` with a TowerStrategy; without this context it would be a custom training loop.
     with getattr(strategy.extended, "step", contextlib.nullcontext)():
         traced = step.get_concrete_function(batches)
     return traffic.count(traced, replicas, unknown_dimension=case.batch // replicas,
@@ -87,12 +87,13 @@ def _size(variable: Any) -> int:
 
 
 def _gpu_peak() -> int:
+    """The peak memory of each GPU in bytes, summed over the GPUs."""
     return sum(tf.config.experimental.get_memory_info(device.name.split("device:")[-1])["peak"]
                for device in tf.config.list_logical_devices("GPU"))
 
 
 def main(argv: list[str]) -> None:
-    """Measures and writes the file."""
+    """Measures the strategy and writes the file."""
     del argv
     case = cases.CASES[_CASE.value]
     try:

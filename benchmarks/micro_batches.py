@@ -1,14 +1,14 @@
-"""Measures what micro-batches cost and save on one device.
+"""Measures memory and step time of micro-batches on one device.
 
 Goes in: the flags of ``python -m benchmarks``.  Comes out: progress, a table, the target with pass
 or MISS, and ``micro_batches.json`` in the output folder.
 
     python -m benchmarks micro_batches --cases=conv,mlp --rounds=1
 
-Each number of micro-batches trains in a process of its own.  What training *adds* to memory is the
-process's peak in steps of large batches, less what it holds after a step of a few rows: weights,
-slots and the traced step are there by then, so what is left are activations and gradients.  Batch
-norm is of a micro-batch's rows, as it holds all activations where it is of the whole batch's.
+Each number of micro-batches trains in a process of its own.  ``added_mb`` is the peak memory of
+steps with large batches, minus the memory after a step of a few rows (``held_mb``).  As weights,
+slots and the traced step exist by then, it is the memory of activations and gradients.  Batch norm
+uses the rows of a micro-batch: over the whole batch, it would keep all activations in memory.
 """
 
 from __future__ import annotations
@@ -29,33 +29,34 @@ import tensorflow as tf
 import towerstrategy
 from benchmarks import cases, results, table
 
-PARTS = (0, 1, 2, 4, 8)  # 0: no strategy
-TIMES = 4  # the case's batch
+MICRO_BATCHES = (0, 1, 2, 4, 8)  # 0: no strategy
+BATCH_FACTOR = 4  # the batch size over that of the case
 FIGURES = ("added_mb", "held_mb", "step_ms", "first_step_s")
-# Of 8 micro-batches over 1: case, figure, limit.
+# Limits of ratios of 8 micro-batches to 1: case, figure, limit.
 TARGETS = (("conv", "added_mb", 0.35),)
-_FEW = 16  # rows
+_FEW_ROWS = 16
 
 Figures = dict[tuple[str, int], dict[str, Any]]
 
 
-def measure(case: cases.Case, parts: int, steps: int, small: bool) -> dict[str, float]:
-    """Trains ``case`` in ``parts`` micro-batches on one device; :data:`FIGURES`."""
+def measure(case: cases.Case, micro_batches: int, steps: int, small: bool) -> dict[str, float]:
+    """Trains ``case`` in micro-batches on one device; returns :data:`FIGURES`."""
     towerstrategy.split_cpu(1)
     strategy = towerstrategy.TowerStrategy(
-        ["CPU:0"], micro_batches=parts, synchronize_batch_norm=False) if parts else None
-    _, found = trained(larger(case), strategy, steps, small)
-    return {name: found[name] for name in FIGURES}
+        ["CPU:0"], micro_batches=micro_batches, synchronize_batch_norm=False) \
+        if micro_batches else None
+    _, figures = train(with_large_batch(case), strategy, steps, small)
+    return {name: figures[name] for name in FIGURES}
 
 
-def larger(case: cases.Case) -> cases.Case:
-    """``case`` with :data:`TIMES` its batch."""
-    return dataclasses.replace(case, batch=TIMES * case.batch)
+def with_large_batch(case: cases.Case) -> cases.Case:
+    """``case`` with :data:`BATCH_FACTOR` times its batch size."""
+    return dataclasses.replace(case, batch=BATCH_FACTOR * case.batch)
 
 
-def trained(case: cases.Case, strategy: tf.distribute.Strategy | None, steps: int,
-            small: bool) -> tuple[Any, dict[str, float]]:
-    """Trains ``case``; its model, :data:`FIGURES`, and ``cpu_ms``, of a step on all cores."""
+def train(case: cases.Case, strategy: tf.distribute.Strategy | None, steps: int,
+          small: bool) -> tuple[Any, dict[str, float]]:
+    """Trains ``case``; returns the model, and :data:`FIGURES` with ``cpu_ms`` per step."""
     with strategy.scope() if strategy is not None else contextlib.nullcontext():
         model = cases.compiled(case, tf.keras, small)
     ends: list[tuple[float, float]] = []
@@ -63,25 +64,25 @@ def trained(case: cases.Case, strategy: tf.distribute.Strategy | None, steps: in
     class Clock(tf.keras.callbacks.Callback):
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
             del batch
-            float(logs["loss"])  # the step has ended when it is known
+            float(logs["loss"])  # waits for the end of the step
             ends.append((time.perf_counter(), time.process_time()))
 
     batches = cases.dataset(case)
-    few = batches.map(lambda x, y: (x[:_FEW], y[:_FEW]))
+    few = batches.map(lambda x, y: (x[:_FEW_ROWS], y[:_FEW_ROWS]))
     options = {"shuffle": False, "verbose": 0, "callbacks": [Clock()]}
     start = time.perf_counter()
     model.fit(few, steps_per_epoch=1, **options)
     first = ends[-1][0] - start
-    pathlib.Path("/proc/self/clear_refs").write_text("5")  # the peak is now what is held
-    held = _status("VmRSS")
+    pathlib.Path("/proc/self/clear_refs").write_text("5")  # sets the peak to the present memory
+    held = _memory_mb("VmRSS")
     model.fit(batches, steps_per_epoch=steps, **options)
     wall, cpu = 1e3 * np.median(np.diff(ends[1:], axis=0), axis=0)
-    return model, {"added_mb": _status("VmHWM") - held, "held_mb": held, "first_step_s": first,
+    return model, {"added_mb": _memory_mb("VmHWM") - held, "held_mb": held, "first_step_s": first,
                    "step_ms": float(wall), "cpu_ms": float(cpu)}
 
 
-def _status(name: str) -> float:
-    """A line of Linux' account of this process, in MB."""
+def _memory_mb(name: str) -> float:
+    """A line of ``/proc/self/status`` in MB: ``VmRSS`` (memory) or ``VmHWM`` (its peak)."""
     for line in pathlib.Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{name}:"):
             return int(line.split()[1]) / 1024
@@ -90,61 +91,63 @@ def _status(name: str) -> float:
 
 def medians(runs: list[tuple[str, int, dict[str, Any]]]) -> Figures:
     """The medians of each job's rounds, or its first error."""
-    return results.middle((((case, parts), figures) for case, parts, figures in runs), FIGURES)
+    return results.median_figures(
+        (((case, count), figures) for case, count, figures in runs), FIGURES)
 
 
 def verdicts(figures: Figures) -> list[results.Verdict]:
-    """The targets that these figures are enough for."""
-    found = []
+    """The verdicts on the targets whose figures were measured."""
+    verdicts_ = []
     for case, name, limit in TARGETS:
-        one, many = (figures.get((case, parts), {}) for parts in (1, 8))
+        one, many = (figures.get((case, count), {}) for count in (1, 8))
         if name in many and one.get(name):
-            found.append(results.Verdict(f"{case}, 8 micro-batches: {name} over 1 micro-batch",
-                                         many[name] / one[name], limit))
-    return found
+            verdicts_.append(results.Verdict(f"{case}, 8 micro-batches: {name} over 1 micro-batch",
+                                             many[name] / one[name], limit))
+    return verdicts_
 
 
-def shown(figures: Figures) -> str:
-    """The table."""
+def format_table(figures: Figures) -> str:
+    """The table of all cases, and a line for each that failed."""
     header = ("case", "micro-batches", "MB added by training", "MB before", "step ms",
               "first step s")
     rows, failed = [], []
-    for (case, parts), mine in figures.items():
-        start = [case, str(parts or "no strategy")]
-        if "error" in mine:
-            failed.append(f"{' '.join(start)} failed: {mine['error']}")
+    for (case, count), values in figures.items():
+        start = [case, str(count or "no strategy")]
+        if "error" in values:
+            failed.append(f"{' '.join(start)} failed: {values['error']}")
         else:
-            rows.append([*start, *(f"{mine[name]:,.1f}" for name in FIGURES)])
+            rows.append([*start, *(f"{values[name]:,.1f}" for name in FIGURES)])
     return "\n".join([table.columns(header, rows), *failed])
 
 
 def main(chosen: list[str], rounds: int, steps: int, small: bool, seconds: float,
          legacy: bool, out: pathlib.Path, title: str) -> None:
-    """Measures, prints, writes."""
-    print(f"{title}; {TIMES} times the cases' batches", flush=True)
+    """Measures all cases, prints the table and writes ``micro_batches.json``."""
+    print(f"{title}; {BATCH_FACTOR} times the batch sizes of the cases", flush=True)
     out.mkdir(parents=True, exist_ok=True)
-    todo = [(case, parts) for _ in range(rounds) for case in chosen for parts in PARTS]
+    todo = [(case, count) for _ in range(rounds) for case in chosen for count in MICRO_BATCHES]
     runs: list[tuple[str, int, dict[str, Any]]] = []
-    for position, (case, parts) in enumerate(todo, start=1):
-        found = in_a_process("benchmarks.micro_batches", {
-            "case": case, "parts": parts, "steps": steps, "small": small}, seconds, legacy)
-        runs.append((case, parts, found))
-        print(f"[{position}/{len(todo)}] {case}, {parts or 'no strategy'}: "
-              + (f"failed: {found['error']}" if "error" in found else
-                 ", ".join(f"{name} {found[name]:,.1f}" for name in FIGURES)), flush=True)
+    for position, (case, count) in enumerate(todo, start=1):
+        measured = run_in_process("benchmarks.micro_batches", {
+            "case": case, "micro_batches": count, "steps": steps, "small": small}, seconds, legacy)
+        runs.append((case, count, measured))
+        print(f"[{position}/{len(todo)}] {case}, {count or 'no strategy'}: "
+              + (f"failed: {measured['error']}" if "error" in measured else
+                 ", ".join(f"{name} {measured[name]:,.1f}" for name in FIGURES)), flush=True)
         (out / "micro_batches.json").write_text(json.dumps({
             "title": title, "steps": steps, "small": small, "runs": [
-                {"case": name, "micro_batches": count, **mine} for name, count, mine in runs]},
+                {"case": name, "micro_batches": number, **values}
+                for name, number, values in runs]},
             indent=1))
     figures = medians(runs)
-    print(f"\n{shown(figures)}\n\n{table.targets(verdicts(figures))}\n\n"
+    print(f"\n{format_table(figures)}\n\n{table.targets(verdicts(figures))}\n\n"
           f"{out / 'micro_batches.json'}")
 
 
-def in_a_process(module: str, asked: dict[str, Any], seconds: float,
-                 legacy: bool) -> dict[str, Any]:
-    """What ``module`` prints of what it is asked, as JSON; or the ``error``."""
-    command = [sys.executable, "-m", module, json.dumps(asked)]
+def run_in_process(module: str, arguments: dict[str, Any], seconds: float,
+                   legacy: bool) -> dict[str, Any]:
+    """Runs ``module`` with ``arguments`` in JSON; returns the JSON that it prints, or ``error``."""
+    command = [sys.executable, "-m", module, json.dumps(arguments)]
     environment = {**os.environ, "TF_USE_LEGACY_KERAS": "1" if legacy else "0",
                    "TF_CPP_MIN_LOG_LEVEL": "3"}
     try:
@@ -158,5 +161,5 @@ def in_a_process(module: str, asked: dict[str, Any], seconds: float,
 
 
 if __name__ == "__main__":
-    asked = json.loads(sys.argv[1])
-    print(json.dumps(measure(cases.CASES[asked.pop("case")], **asked)))
+    arguments = json.loads(sys.argv[1])
+    print(json.dumps(measure(cases.CASES[arguments.pop("case")], **arguments)))

@@ -1,25 +1,25 @@
-"""Steps on one real GPU: what do XLA and one program make of them, measured?
+"""Measures steps on one real GPU: the effect of XLA and of the partitioned program.
 
-Goes in: a machine with one GPU.  Comes out: for each model and strategy the step, the first step
-and the GPU's peak memory; in the output folder ``one_gpu.json``, written after each of them.
+Goes in: a machine with one GPU.  Comes out: for each model and setup the step time, the time of the
+first step and the GPU's peak memory; ``one_gpu.json`` in the output folder, written after each.
 
-    python -m benchmarks one_gpu                         # --one_gpu_limit seconds at most
-    python -m benchmarks one_gpu --limit=150 --seconds=3 # of each process, of each steady step
-    python -m benchmarks one_gpu --one_gpu_constants     # what the simulation rests on; a minute
-    python -m benchmarks one_gpu --quick                 # does it work? On CPU devices, too
+    python -m benchmarks one_gpu                          # at most --one_gpu_limit seconds
+    python -m benchmarks one_gpu --limit=150 --seconds=3  # limits of a process, of measuring steps
+    python -m benchmarks one_gpu --one_gpu_constants      # the simulation's constants; a minute
+    python -m benchmarks one_gpu --quick                  # tries the benchmark, also on CPU devices
     python -m benchmarks one_gpu --one_gpu_compare=out/benchmarks/one_gpu.json    # needs no GPU
 
-The models are those that ``gpus`` simulates, with Keras 3 and its defaults (:mod:`one_gpu_cell`).
-``none`` is no strategy, which Keras compiles on a GPU; ``_plain`` is with ``jit_compile=False``.
-What starts with ``halves`` has the GPU as two logical ones, and of each of them half of the rows:
-it shows that towers work, with what memory, and what partitioning costs. Copies between the halves
-cross no link, and their kernels take turns on one GPU.
+The models are those of ``gpus``, with Keras 3 and its defaults (:mod:`one_gpu_cell`).  The setup
+``none`` is no strategy, which Keras compiles with XLA on a GPU; ``_plain`` means
+``jit_compile=False``.  ``halves`` splits the GPU into two logical devices, each with half of the
+rows: it shows that towers work, their memory, and the cost of partitioning.  Copies between the
+halves cross no link, and their kernels take turns on one GPU.
 
-Each runs in a process of its own, one after another. While one builds its model the next one
-imports TensorFlow; it asks for the GPU when the one before has ended.
+Each measurement runs in a process of its own, one after another.  While one builds its model, the
+next one imports TensorFlow; it uses the GPU only when the one before has ended.
 
-``--one_gpu_compare`` takes such a file and puts beside it what ``gpus`` simulates of one GPU: the
-factor by which all is off is that of the GPU's ResNet-50 with XLA, see :mod:`links`.
+``--one_gpu_compare`` takes such a file and compares it with what ``gpus`` simulates for one GPU.
+The simulation's factor is that of ResNet-50 with XLA on this GPU, see :mod:`links`.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from benchmarks import links, table
 
 
 @dataclasses.dataclass(frozen=True)
-class Who:
-    """Who trains.
+class Setup:
+    """A strategy and its options.
 
     Attributes:
       kind: ``"none"``, ``"tower"`` or ``"mirrored"``.
       merge: the merge device, or the name of MirroredStrategy's ``cross_device_ops``.
-      halves: whether on two halves of the GPU.
-      plain: whether with ``jit_compile=False``; else with Keras' default.
+      halves: whether to train on two halves of the GPU.
+      plain: whether to compile with ``jit_compile=False``; else with Keras' default.
     """
 
     kind: str
@@ -56,27 +56,27 @@ class Who:
     plain: bool = False
 
 
-WHO = {
-    "none": Who("none"),
-    "none_plain": Who("none", plain=True),
-    "tower": Who("tower"),
-    "tower_plain": Who("tower", plain=True),
-    "mirrored": Who("mirrored"),
-    "halves_balanced": Who("tower", "balanced", halves=True),
-    "halves_mirrored": Who("mirrored", "ReductionToOneDevice", halves=True),
-    "halves_cpu": Who("tower", "cpu", halves=True),
-    "halves_balanced_plain": Who("tower", "balanced", halves=True, plain=True),
-    "halves_hierarchical": Who("mirrored", "HierarchicalCopyAllReduce", halves=True),
+SETUPS = {
+    "none": Setup("none"),
+    "none_plain": Setup("none", plain=True),
+    "tower": Setup("tower"),
+    "tower_plain": Setup("tower", plain=True),
+    "mirrored": Setup("mirrored"),
+    "halves_balanced": Setup("tower", "balanced", halves=True),
+    "halves_mirrored": Setup("mirrored", "ReductionToOneDevice", halves=True),
+    "halves_cpu": Setup("tower", "cpu", halves=True),
+    "halves_balanced_plain": Setup("tower", "balanced", halves=True, plain=True),
+    "halves_hierarchical": Setup("mirrored", "HierarchicalCopyAllReduce", halves=True),
 }
 CASES = ("resnet50", "transformer", "mlp", "embedding")
 CONSTANTS = "constants"
-_LEAST = 10.0  # seconds: in less no process measures anything
-_COMPILED = "Compiled cluster using XLA"  # what TensorFlow logs, once a process
+_MIN_SECONDS = 10.0  # no process measures anything in less time
+_COMPILED = "Compiled cluster using XLA"  # TensorFlow logs this once per process
 
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """One thing to measure: ``who``, a name of :data:`WHO`, trains ``case``."""
+    """A measurement: a model, a setup (``who``, a name of :data:`SETUPS`) and a dtype policy."""
 
     case: str
     who: str = "none"
@@ -88,14 +88,14 @@ class Cell:
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """How to measure.
+    """The options of all measurements.
 
     Attributes:
       device: ``"auto"``, ``"cpu"`` or ``"gpu"``.
-      seconds: how long to measure the steady step.
-      quick: small models.
-      rows: of the global batch; 0 for the case's.
-      memory: MB of the GPU, of which each half gets 0.45; 0: ``nvidia-smi`` is asked.
+      seconds: how long to measure the step time.
+      quick: whether to use small models.
+      rows: the global batch size; 0 for the default of the case.
+      memory: MB of the GPU, of which each half gets 0.45; 0 to ask ``nvidia-smi``.
     """
 
     device: str = "auto"
@@ -106,25 +106,25 @@ class Options:
 
 
 def cells(cases: Sequence[str], who: Sequence[str]) -> list[Cell]:
-    """What to measure, what tells most first."""
-    whole = [name for name in who if not WHO[name].halves]
+    """The measurements of ``cases`` by the setups ``who``, the most important ones first."""
+    whole = [name for name in who if not SETUPS[name].halves]
     large = [case for case in CASES[:2] if case in cases]
-    found = [Cell(case, name) for names in (whole, who) for case in large for name in names]
-    found += [Cell(case, name) for case in CASES[2:] if case in cases for name in who
-              if name in [*whole, "halves_balanced", "halves_mirrored"]]
-    found += [Cell("resnet50", name, "mixed_float16") for name in who
-              if "resnet50" in cases and name in ("none", "tower")]
-    return list(dict.fromkeys(found))
+    todo = [Cell(case, name) for names in (whole, who) for case in large for name in names]
+    todo += [Cell(case, name) for case in CASES[2:] if case in cases for name in who
+             if name in [*whole, "halves_balanced", "halves_mirrored"]]
+    todo += [Cell("resnet50", name, "mixed_float16") for name in who
+             if "resnet50" in cases and name in ("none", "tower")]
+    return list(dict.fromkeys(todo))
 
 
 class _Process:
-    """A process that measures a cell once it is told to; until then it imports."""
+    """A process that imports TensorFlow, and measures a cell after :meth:`begin`."""
 
     def __init__(self, cell: Cell, options: Options, folder: str) -> None:
         self._output, self._log = (pathlib.Path(folder) / name for name in ("out.json", "log"))
         environment = {name: value for name, value in os.environ.items() if name != "TF_XLA_FLAGS"}
         environment.update(TF_USE_LEGACY_KERAS="0", TF_CPP_MIN_LOG_LEVEL="0")
-        if not WHO[cell.who].halves:
+        if not SETUPS[cell.who].halves:
             environment["TF_FORCE_GPU_ALLOW_GROWTH"] = "true"
         job = json.dumps([dataclasses.asdict(cell), dataclasses.asdict(options)])
         with self._log.open("w") as log:
@@ -138,35 +138,35 @@ class _Process:
             self._process.stdin.close()
 
     def figures(self, seconds: float) -> dict[str, Any]:
-        """What it measured, or the ``error`` that came instead, with the end of its ``log``."""
-        found: dict[str, Any] = {}
+        """The figures of the cell, or an ``error`` with the end of the ``log``."""
+        figures: dict[str, Any] = {}
         try:
             self._process.wait(seconds)
         except subprocess.TimeoutExpired:
-            found["error"] = f"no end after {seconds:.0f} s"
+            figures["error"] = f"no end after {seconds:.0f} s"
         self.end()
         log = self._log.read_text(errors="replace")
         if self._output.exists():
-            found = json.loads(self._output.read_text())
-        elif not found:
-            found["error"] = f"exit status {self._process.returncode}"
-        return {**found, "xla": _COMPILED in log, **({"log": log[-6000:]} if "error" in found
-                                                     else {})}
+            figures = json.loads(self._output.read_text())
+        elif not figures:
+            figures["error"] = f"exit status {self._process.returncode}"
+        return {**figures, "xla": _COMPILED in log, **({"log": log[-6000:]} if "error" in figures
+                                                       else {})}
 
     def end(self) -> None:
         self._process.kill()
         self._process.wait()
 
 
-def measured(todo: Sequence[Cell], options: Options, limit: float, cell_limit: float
-             ) -> Iterator[tuple[Cell, dict[str, Any]]]:
-    """Measures ``todo``, and ends early.
+def measure_all(todo: Sequence[Cell], options: Options, limit: float, cell_limit: float
+                ) -> Iterator[tuple[Cell, dict[str, Any]]]:
+    """Measures the cells in order, as many as the time allows; yields each with its figures.
 
     Args:
-      todo: what.
-      options: how.
-      limit: seconds after which all has ended; what is then not measured does not come.
-      cell_limit: seconds after which a process counts as hung.
+      todo: the cells.
+      options: the options.
+      limit: seconds after which to stop.
+      cell_limit: seconds after which to kill a process.
     """
     end = time.perf_counter() + limit
     with contextlib.ExitStack() as stack:
@@ -179,7 +179,7 @@ def measured(todo: Sequence[Cell], options: Options, limit: float, cell_limit: f
         following = [started(cell) for cell in todo[:1]]
         for number, cell in enumerate(todo):
             left = end - time.perf_counter()
-            if left < _LEAST:
+            if left < _MIN_SECONDS:
                 return
             process = following.pop()
             process.begin()
@@ -187,8 +187,8 @@ def measured(todo: Sequence[Cell], options: Options, limit: float, cell_limit: f
             yield cell, process.figures(min(left, cell_limit))
 
 
-def line(figures: dict[str, Any]) -> str:
-    """What a process measured, for the progress."""
+def progress(figures: dict[str, Any]) -> str:
+    """A line of progress with the figures of a cell."""
     if "error" in figures:
         return f"failed: {figures['error']}"
     if "step_ms" not in figures:
@@ -198,31 +198,31 @@ def line(figures: dict[str, Any]) -> str:
             f"{'XLA' if figures['xla'] else 'no XLA'}")
 
 
-def shown(found: dict[Cell, dict[str, Any]], left_out: Sequence[Cell]) -> str:
-    """A line for each cell, and what failed or is left out."""
+def format_table(figures: dict[Cell, dict[str, Any]], skipped: Sequence[Cell]) -> str:
+    """The table of all cells, and lines for those that failed or were skipped."""
     rows, notes = [], []
-    for cell, mine in found.items():
-        if "error" in mine:
-            notes.append(f"{cell} failed: {mine['error']}")
-        elif "step_ms" in mine:
-            alone = found.get(Cell(cell.case, "none", cell.policy), {}).get("step_ms")
-            rows.append([str(cell), "yes" if mine["xla"] else "no", f"{mine['step_ms']:,.2f}",
-                         f"{mine['step_ms'] / alone:.3f}" if alone else "-",
-                         f"{mine['rows_per_second']:,.0f}", f"{mine['first_step_s']:.1f}",
-                         f"{mine['gpu_peak_mb']:,.0f}", f"{mine['gpu_step_peak_mb']:,.0f}",
-                         str(mine["steps"])])
-    header = ("case, who", "XLA", "step ms", "/ none", "rows/s", "first step s", "GPU peak MB",
-              "in a later step", "steps")
-    if left_out:
-        notes.append(f"left out, as the time was up: {', '.join(map(str, left_out))}")
+    for cell, values in figures.items():
+        if "error" in values:
+            notes.append(f"{cell} failed: {values['error']}")
+        elif "step_ms" in values:
+            none = figures.get(Cell(cell.case, "none", cell.policy), {}).get("step_ms")
+            rows.append([str(cell), "yes" if values["xla"] else "no", f"{values['step_ms']:,.2f}",
+                         f"{values['step_ms'] / none:.3f}" if none else "-",
+                         f"{values['rows_per_second']:,.0f}", f"{values['first_step_s']:.1f}",
+                         f"{values['gpu_peak_mb']:,.0f}", f"{values['gpu_step_peak_mb']:,.0f}",
+                         str(values["steps"])])
+    header = ("case, setup", "XLA", "step ms", "/ none", "rows/s", "first step s", "GPU peak MB",
+              "in later steps", "steps")
+    if skipped:
+        notes.append(f"skipped, as the time was up: {', '.join(map(str, skipped))}")
     return "\n".join([table.columns(header, rows), *notes])
 
 
-def constants(figures: dict[str, float | str], gpu: str) -> str:
-    """What :mod:`one_gpu_constants` measured beside what :mod:`links` says of ``gpu``."""
+def format_constants(figures: dict[str, float | str], gpu: str) -> str:
+    """The table of measured constants (:mod:`one_gpu_constants`) and of those of :mod:`links`."""
     machine = next(each for each in links.MACHINES.values() if each.gpu == gpu)
-    far = links.GPUS[gpu]
-    said = {
+    peaks = links.GPUS[gpu]
+    assumed = {
         "to the GPU, GB/s": min(machine.route("CPU:0", "GPU:0").values()),
         "to the host, GB/s": min(machine.route("GPU:0", "CPU:0").values()),
         "4 bytes there and back, us":
@@ -230,69 +230,69 @@ def constants(figures: dict[str, float | str], gpu: str) -> str:
         "an operation on the GPU, us": 1e6 * links.LAUNCH["GPU"],
         "the host, to start one, us": 1e6 * links.EXECUTOR,
         "an operation on the CPU, us": 1e6 * links.LAUNCH["CPU"],
-        "GPU memory, GB/s": far.memory_bandwidth,
-        "matrix product, TFLOP/s": far.tflops,
+        "GPU memory, GB/s": peaks.memory_bandwidth,
+        "matrix product, TFLOP/s": peaks.tflops,
     }
     return table.columns(("what", "measured", f"links.py, {gpu}"), [
         [what, value if isinstance(value, str) else f"{value:,.2f}",
-         f"{said[what]:,.2f}" if what in said else "-"]
+         f"{assumed[what]:,.2f}" if what in assumed else "-"]
         for what, value in figures.items()])
 
 
-def compared(found: dict[Cell, dict[str, Any]], gpu: str) -> str:
-    """One GPU's measured steps beside the simulated ones; needs two logical CPU devices."""
+def format_comparison(figures: dict[Cell, dict[str, Any]], gpu: str) -> str:
+    """The table of measured and simulated steps on one GPU; needs two logical CPU devices."""
     from benchmarks import gpus  # it needs Keras 3 and TensorFlow's Grappler
 
     simulation = gpus.Simulation(lambda text: print(text, flush=True))
     machine = next(name for name, each in links.MACHINES.items() if each.gpu == gpu)
     rows = []
     for case in CASES:
-        mine = {who: found[cell]["step_ms"] for who in ("none", "none_plain", "tower")
-                if "step_ms" in found.get(cell := Cell(case, who), {})}
-        for result in simulation.case(case, gpus.CASES[case], [1], [machine]) if mine else ():
-            who = "none" if result.xla else "none_plain"
-            step, peak = mine.get(who), (result.gpu_peak + result.gpu_state) / 2**20
-            real = found.get(Cell(case, who), {}).get("gpu_step_peak_mb", 0)
-            rows.append([case, who, f"{step:,.2f}" if step else "-", f"{result.step_ms:,.2f}",
+        steps = {name: figures[cell]["step_ms"] for name in ("none", "none_plain", "tower")
+                 if "step_ms" in figures.get(cell := Cell(case, name), {})}
+        for result in simulation.case(case, gpus.CASES[case], [1], [machine]) if steps else ():
+            name = "none" if result.xla else "none_plain"
+            step, peak = steps.get(name), (result.gpu_peak + result.gpu_state) / 2**20
+            real = figures.get(Cell(case, name), {}).get("gpu_step_peak_mb", 0)
+            rows.append([case, name, f"{step:,.2f}" if step else "-", f"{result.step_ms:,.2f}",
                          f"{step / result.step_ms:.2f}" if step else "-",
                          f"{real:,.0f}" if real else "-", "-" if result.xla else f"{peak:,.0f}"])
-    header = ("case", "who", "measured ms", f"simulated {gpu}", "over it", "GPU peak MB",
+    header = ("case", "setup", "measured ms", f"simulated {gpu}", "ratio", "GPU peak MB",
               "simulated")
     factors = ", ".join(f"{name} {value:.2f}" for name, value in simulation.factors.items())
-    return f"{table.columns(header, rows)}\ntimes TensorFlow's costs: {factors}"
+    return f"{table.columns(header, rows)}\nfactors on TensorFlow's costs: {factors}"
 
 
 def read(path: pathlib.Path) -> dict[Cell, dict[str, Any]]:
-    """What :func:`main` wrote."""
+    """The figures by cell in a file that :func:`main` wrote."""
     return {Cell(**each["cell"]): each["figures"]
             for each in json.loads(path.read_text())["cells"]}
 
 
-def simulated_as(found: dict[Cell, dict[str, Any]]) -> str:
-    """The name in :data:`links.GPUS` of the GPU that was measured; ``"H100"`` for another one."""
-    names = " ".join(str(mine.get("gpu")) for mine in found.values())
+def gpu_kind(figures: dict[Cell, dict[str, Any]]) -> str:
+    """The name in :data:`links.GPUS` of the measured GPU; ``"H100"`` if it is not there."""
+    names = " ".join(str(values.get("gpu")) for values in figures.values())
     return next((name for name in links.GPUS if name in names), "H100")
 
 
 def main(todo: Sequence[Cell], options: Options, limit: float, cell_limit: float,
          out: pathlib.Path, title: str) -> None:
-    """Measures, prints and writes ``one_gpu.json``."""
+    """Measures the cells, prints the table and writes ``one_gpu.json`` or ``constants.json``."""
     out.mkdir(parents=True, exist_ok=True)
     path = out / ("constants.json" if todo == [Cell(CONSTANTS)] else "one_gpu.json")
-    found: dict[Cell, dict[str, Any]] = {}
+    figures: dict[Cell, dict[str, Any]] = {}
     start = time.perf_counter()
-    for cell, figures in measured(todo, options, limit, cell_limit):
-        found[cell] = figures
-        print(f"[{time.perf_counter() - start:.0f} s, {len(found)}/{len(todo)}] {cell}: "
-              f"{line(figures)}", flush=True)
+    for cell, measured in measure_all(todo, options, limit, cell_limit):
+        figures[cell] = measured
+        print(f"[{time.perf_counter() - start:.0f} s, {len(figures)}/{len(todo)}] {cell}: "
+              f"{progress(measured)}", flush=True)
         path.write_text(json.dumps({
             "title": title, "options": dataclasses.asdict(options),
-            "cells": [{"cell": dataclasses.asdict(cell), "figures": mine}
-                      for cell, mine in found.items()]}, indent=1))
-    names = {mine["gpu"] for mine in found.values() if mine.get("gpu")}
+            "cells": [{"cell": dataclasses.asdict(cell), "figures": values}
+                      for cell, values in figures.items()]}, indent=1))
+    names = {values["gpu"] for values in figures.values() if values.get("gpu")}
     print(f"\n{title}; {', '.join(sorted(names)) or 'no GPU'}")
-    if "constants" in found.get(Cell(CONSTANTS), {}):
-        print(constants(found[Cell(CONSTANTS)]["constants"], simulated_as(found)))
+    if "constants" in figures.get(Cell(CONSTANTS), {}):
+        print(format_constants(figures[Cell(CONSTANTS)]["constants"], gpu_kind(figures)))
     else:
-        print(shown(found, [cell for cell in todo if cell not in found]))
+        print(format_table(figures, [cell for cell in todo if cell not in figures]))
     print(f"\n{path}")

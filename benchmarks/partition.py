@@ -1,10 +1,11 @@
-"""What partitioning a step costs beside tracing it, and what the partitioned step is made of.
+"""Measures the cost of partitioning a step beside that of tracing it, and counts its operations.
 
-Goes in: cases and numbers of towers.  Comes out: a line for each: seconds of CPU by part,
-operations, tensors and bytes that cross.  Nothing runs: a large model takes as long as its trace.
+Goes in: cases and numbers of towers.  Comes out: a line for each: the CPU seconds of each part of
+the work, the operations, and the tensors and bytes that cross.  No step runs, so large models take
+no longer than their trace.
 
-The counts do not drift with the machine.  ``guard`` compares them with the recorded ones
-(``guard.json``, made by ``--record``, for the versions of TensorFlow and Keras that it names).
+The counts do not depend on the machine.  ``guard`` compares them with those in ``guard.json``,
+which ``--record`` writes for the installed versions of TensorFlow and Keras.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from benchmarks import cases, gpus, table, traffic
 from towerstrategy.batch import sub_batches
 from towerstrategy.sharding import builder, packing, partition, propagate, step as step_lib
 
-# What takes the time: a part's name -> the functions that do it.
+# A part of the work -> the functions that do it.
 _PARTS: dict[str, list[tuple[Any, str]]] = {
     "trace": [(step_lib, "_traced")], "propagate": [(propagate, "propagate")],
     "emit": [(partition.Partition, "run")],
@@ -36,7 +37,7 @@ _PARTS: dict[str, list[tuple[Any, str]]] = {
 GUARD = pathlib.Path(__file__).with_name("guard.json")
 GUARDED = ("mlp", "embedding", "conv", "deep", "input")
 GUARDED_TOWERS = 4
-_SLACK = 1.02
+_TOLERANCE = 1.02  # of a count over the recorded one
 
 
 def _efficient_net() -> Any:
@@ -52,17 +53,17 @@ LARGE: dict[str, tuple[_Build, tuple[int, ...], str]] = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Made:
-    """A partitioned training step.
+class PartitionedStep:
+    """The costs and counts of a partitioned training step.
 
     Attributes:
-      seconds: of CPU, by part.
-      traced: operations of one device's step.
-      operations: those of the partitioned one.
-      calls: Python's calls of functions while it is partitioned, without the trace; 0 where they
+      seconds: CPU seconds, by part of the work.
+      traced: the number of operations of one device's step.
+      operations: the number of operations of the partitioned step.
+      calls: the number of calls of Python functions in partitioning, without the trace; 0 if they
         were not counted.
-      crossings: tensors that cross.
-      crossing_bytes: their bytes, a dimension that is not known being one row a tower.
+      crossings: the number of tensors that cross devices.
+      crossing_bytes: their bytes, with one row per tower in unknown dimensions.
     """
 
     seconds: dict[str, float]
@@ -73,27 +74,28 @@ class Made:
     crossing_bytes: int
 
     @property
-    def share(self) -> float:
-        """What partitioning takes, over the trace."""
+    def over_trace(self) -> float:
+        """The CPU time of partitioning over that of the trace."""
         return sum(self.seconds.values()) / self.seconds["trace"] - 1
 
     def counts(self) -> dict[str, int]:
+        """The counts that ``guard`` compares."""
         return {"operations": self.operations, "calls": self.calls, "crossings": self.crossings,
                 "crossing_bytes": self.crossing_bytes}
 
 
-def build_of(name: str) -> tuple[_Build, tuple[int, ...], str]:
-    """How to make a case's model, and the shape and dtype of a row of its input."""
+def model_of(name: str) -> tuple[_Build, tuple[int, ...], str]:
+    """The function that builds a case's model, and the shape and dtype of a row of its input."""
     if name in LARGE:
         return LARGE[name]
     case = cases.CASES[name]
-    rows = case.rows(cases.random(), 1)
+    rows = case.draw_inputs(cases.generator(), 1)
     return lambda: case.build(keras, False), rows.shape[1:], rows.dtype.name
 
 
-def made(name: str, devices: Sequence[str], count_calls: bool = False) -> Made:
-    """Traces and partitions a training step of a case, for open numbers of rows."""
-    build, shape, dtype = build_of(name)
+def partitioned(name: str, devices: Sequence[str], count_calls: bool = False) -> PartitionedStep:
+    """Traces and partitions a training step of a case, for an unknown number of rows."""
+    build, shape, dtype = model_of(name)
     keras.backend.clear_session()
     strategy = towerstrategy.TowerStrategy(list(devices))
     with strategy.scope():
@@ -111,19 +113,22 @@ def made(name: str, devices: Sequence[str], count_calls: bool = False) -> Made:
     seconds: dict[str, float] = {}
     graphs: list[Any] = []
     calls = [0]
-    with _watched(seconds, graphs, calls if count_calls else None):
+    with _profiled(seconds, graphs, calls if count_calls else None):
         tf.function(step, autograph=False).get_concrete_function(*batch)
-    strategy.extended.keep_graphs = True  # what is counted is counted in Python
+    strategy.extended.keep_graphs = True  # traffic.count needs Python graphs
     function = tf.function(step, autograph=False).get_concrete_function(*batch)
-    found = traffic.count(function, len(devices))
-    return Made(seconds, len(graphs[0].get_operations()), len(function.graph.get_operations()),
-                calls[0], len(found.crossings), sum(found.sent.values()))
+    crossing = traffic.count(function, len(devices))
+    return PartitionedStep(
+        seconds, len(graphs[0].get_operations()), len(function.graph.get_operations()),
+        calls[0], len(crossing.crossings), sum(crossing.sent.values()))
 
 
 @contextlib.contextmanager
-def _watched(seconds: dict[str, float], graphs: list[Any],
-             calls: list[int] | None) -> Iterator[None]:
-    """Within, notes what each part takes, the graphs that are traced, and calls outside of these.
+def _profiled(seconds: dict[str, float], graphs: list[Any],
+              calls: list[int] | None) -> Iterator[None]:
+    """A context that adds to ``seconds`` by part, to the traced ``graphs``, and to ``calls``.
+
+    ``calls[0]`` counts the calls of Python functions outside of the trace.
     """
     def count(frame: Any, event: str, argument: Any) -> None:
         del frame, argument
@@ -154,58 +159,58 @@ def _watched(seconds: dict[str, float], graphs: list[Any],
         yield
 
 
-def told(found: dict[tuple[str, int], Made]) -> str:
-    """The table."""
-    header = ("case", "R", "operations traced", "made", "cross", "MB", *_PARTS,
-              "partition / trace")
+def format_table(steps: dict[tuple[str, int], PartitionedStep]) -> str:
+    """The table of steps by case and number of towers."""
+    header = ("case", "R", "operations traced", "partitioned", "tensors crossing", "MB crossing",
+              *(f"{part}, CPU s" for part in _PARTS), "partition / trace")
     return table.columns(header, [
-        [name, str(count), f"{mine.traced:,}", f"{mine.operations:,}", f"{mine.crossings:,}",
-         f"{mine.crossing_bytes / 1e6:,.2f}",
-         *(f"{mine.seconds[part]:.2f}" for part in _PARTS), f"{mine.share:.2f}"]
-        for (name, count), mine in found.items()])
+        [name, str(count), f"{step.traced:,}", f"{step.operations:,}", f"{step.crossings:,}",
+         f"{step.crossing_bytes / 1e6:,.2f}",
+         *(f"{step.seconds[part]:.2f}" for part in _PARTS), f"{step.over_trace:.2f}"]
+        for (name, count), step in steps.items()])
 
 
 def main(names: Sequence[str], counts: Sequence[int]) -> None:
-    """Measures and prints."""
+    """Partitions the cases for each number of towers, and prints the table."""
     devices = towerstrategy.split_cpu(max(counts))
-    found: dict[tuple[str, int], Made] = {}
+    steps: dict[tuple[str, int], PartitionedStep] = {}
     for name in names:
         for count in counts:
-            found[name, count] = made(name, devices[:count])
-            print(f"{name} R={count}: {sum(found[name, count].seconds.values()):.1f} s", flush=True)
-    print(f"\n{told(found)}")
+            steps[name, count] = partitioned(name, devices[:count])
+            print(f"{name} R={count}: {sum(steps[name, count].seconds.values()):.1f} s", flush=True)
+    print(f"\n{format_table(steps)}")
 
 
 def versions() -> dict[str, str]:
-    """Those that the counts depend on."""
+    """The versions of the packages that the counts depend on."""
     return {package: importlib.metadata.version(package) for package in ("tensorflow", "keras")}
 
 
-def guarded(devices: Sequence[str]) -> dict[str, dict[str, int]]:
+def guarded_counts(devices: Sequence[str]) -> dict[str, dict[str, int]]:
     """The counts of the guarded cases."""
-    return {name: made(name, devices, count_calls=True).counts() for name in GUARDED}
+    return {name: partitioned(name, devices, count_calls=True).counts() for name in GUARDED}
 
 
-def worse(found: dict[str, dict[str, int]],
-          recorded: dict[str, dict[str, int]]) -> list[tuple[str, str, int, int]]:
-    """Case, count, what it is and what it was, for each that is higher than what was recorded."""
-    return [(name, what, value, recorded[name][what]) for name, counts in found.items()
-            for what, value in counts.items() if value > recorded[name][what] * _SLACK]
+def increased(counts: dict[str, dict[str, int]],
+              recorded: dict[str, dict[str, int]]) -> list[tuple[str, str, int, int]]:
+    """Case, name, value and recorded value of each count that is higher than recorded."""
+    return [(case, name, value, recorded[case][name]) for case, of_case in counts.items()
+            for name, value in of_case.items() if value > recorded[case][name] * _TOLERANCE]
 
 
 def guard(record: bool) -> int:
-    """Compares with what was recorded, or records; gives the exit status."""
-    found = guarded(towerstrategy.split_cpu(GUARDED_TOWERS))
+    """Compares the counts with the recorded ones, or records them; returns the exit status."""
+    counts = guarded_counts(towerstrategy.split_cpu(GUARDED_TOWERS))
     if record:
-        GUARD.write_text(json.dumps({"versions": versions(), "counts": found}, indent=1) + "\n")
-    kept = json.loads(GUARD.read_text())
-    if kept["versions"] != versions():
-        print(f"recorded with {kept['versions']}, but these are {versions()}: not compared")
+        GUARD.write_text(json.dumps({"versions": versions(), "counts": counts}, indent=1) + "\n")
+    recorded = json.loads(GUARD.read_text())
+    if recorded["versions"] != versions():
+        print(f"recorded with {recorded['versions']}, but installed are {versions()}: not compared")
         return 0
     print(table.columns(("case", "count", "recorded", "now"), [
-        [name, what, f"{kept['counts'][name][what]:,}", f"{value:,}"]
-        for name, counts in found.items() for what, value in counts.items()]))
-    higher = worse(found, kept["counts"])
-    for name, what, now, before in higher:
-        print(f"{name}: {what} {before:,} -> {now:,}")
+        [case, name, f"{recorded['counts'][case][name]:,}", f"{value:,}"]
+        for case, of_case in counts.items() for name, value in of_case.items()]))
+    higher = increased(counts, recorded["counts"])
+    for case, name, now, before in higher:
+        print(f"{case}: {name} {before:,} -> {now:,}")
     return 1 if higher else 0

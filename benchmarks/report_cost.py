@@ -1,8 +1,8 @@
-"""What ``TowerReport`` costs: process CPU time of steps with and without it, in turn.
+"""Measures the cost of ``TowerReport``: CPU time of steps with and without it, in turns.
 
-Goes in: nothing.  Comes out: a line a model: the step without, what counting rows adds to each
-step (the median of several pairs of iterators, whose own differences are larger), and what a sample
-adds.
+Goes in: nothing.  Comes out: a line for each model: the CPU time of a step, and what is added by
+counting rows in each step, and by a sampled step.  The cost of counting is the median over several
+pairs of iterators, as two iterators differ by more than this cost.
 
     python -m benchmarks.report_cost
 """
@@ -27,14 +27,15 @@ _WARM_UP = 20  # steps
 _MODELS = ((512, 4, 100), (64, 4, 400), (8, 1, 800))  # width, layers, steps of a pair
 
 
-def _cpu(call: Callable[[], Any]) -> float:
+def _cpu_ms(call: Callable[[], Any]) -> float:
+    """The CPU milliseconds of the process in a call."""
     start = time.process_time()
     call()
     return 1e3 * (time.process_time() - start)
 
 
 def measure(width: int, layers: int, steps: int) -> tuple[float, float, float]:
-    """Milliseconds of CPU: of a step, of counting in a step, of a sample."""
+    """The CPU milliseconds of a step, of counting in a step, and of a sample."""
     strategy = towerstrategy.TowerStrategy([f"CPU:{tower}" for tower in range(_TOWERS)])
     with strategy.scope():
         model = keras.Sequential([keras.Input([width]), *(
@@ -44,50 +45,50 @@ def measure(width: int, layers: int, steps: int) -> tuple[float, float, float]:
     model.fit(rows[:2 * _BATCH], rows[:2 * _BATCH], batch_size=_BATCH, verbose=0)
     batches = strategy.experimental_distribute_dataset(
         tf.data.Dataset.from_tensor_slices((rows, rows)).batch(_BATCH).cache().repeat())
-    alone, added, samples = [], [], []
+    plain, added, samples = [], [], []
     for _ in range(_PAIRS):
-        without, counted = _pair(model, batches, steps)
-        alone.append(statistics.median(without))
-        added.append(statistics.median(counted) - alone[-1])
-        samples += _samples(model, iter(batches))
-    step = statistics.median(alone)
+        without, counted = _alternate(model, batches, steps)
+        plain.append(statistics.median(without))
+        added.append(statistics.median(counted) - plain[-1])
+        samples += _sampled_steps(model, iter(batches))
+    step = statistics.median(plain)
     return step, statistics.median(added), statistics.median(samples) - step
 
 
-def _pair(model: Any, batches: Any, steps: int) -> tuple[list[float], list[float]]:
-    """Steps without and with counting, in turn, on iterators of their own."""
+def _alternate(model: Any, batches: Any, steps: int) -> tuple[list[float], list[float]]:
+    """The times of steps without and with counting, in turns, each kind with its own iterator."""
     modes, without = model.distribute_strategy.extended.modes, iter(batches)
     watched = epochs.Watch(model, most=1e-12)
     watched.begin(0)
     watched.tried_in = 0
     counted = iter(batches)
-    found: tuple[list[float], list[float]] = ([], [])
+    times: tuple[list[float], list[float]] = ([], [])
     for step in range(steps + _WARM_UP):
         turn = [(0, None, without), (1, watched, counted)][::1 if step % 2 else -1]
-        for which, watch, iterator in turn:
+        for kind, watch, iterator in turn:
             modes.watch = watch
-            spent = _cpu(functools.partial(model.train_function, iterator))
+            spent = _cpu_ms(functools.partial(model.train_function, iterator))
             if step >= _WARM_UP:
-                found[which].append(spent)
+                times[kind].append(spent)
     watched.close()
-    return found
+    return times
 
 
-def _samples(model: Any, iterator: Any) -> list[float]:
-    """Sampled steps."""
-    watched, found = epochs.Watch(model, most=1.), []
+def _sampled_steps(model: Any, iterator: Any) -> list[float]:
+    """The times of steps that ``TowerReport`` samples."""
+    watched, times = epochs.Watch(model, most=1.), []
     for epoch in range(4):
         watched.begin(epoch)
-        calls = [_cpu(functools.partial(model.train_function, iterator)) for _ in range(3)]
+        calls = [_cpu_ms(functools.partial(model.train_function, iterator)) for _ in range(3)]
         watched.end()
         if watched.sampled_in == epoch > 0:
-            found.append(max(calls))
+            times.append(max(calls))
     watched.close()
-    return found
+    return times
 
 
 def main() -> None:
-    """Measures and prints."""
+    """Measures the models and prints a line for each."""
     towerstrategy.split_cpu(_TOWERS)
     for width, layers, steps in _MODELS:
         step, counting, sample = measure(width, layers, steps)

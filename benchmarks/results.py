@@ -1,6 +1,6 @@
-"""Medians of the rounds, and the targets that they are held to.
+"""Computes medians over rounds, and compares them with the targets.
 
-Goes in: what the processes measured, a list of :class:`Run`.  Comes out: medians by job, and for
+Goes in: the figures of the processes, a list of :class:`Run`.  Comes out: medians by job, and for
 each target a :class:`Verdict`.
 """
 
@@ -17,7 +17,7 @@ Medians = dict["Job", dict[str, Any]]
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What one process measures."""
+    """A case and strategy that one process measures."""
 
     case: str
     strategy: str
@@ -26,7 +26,7 @@ class Job:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What it measured, or its ``error``."""
+    """The figures of a job in a round, or its ``error``."""
 
     job: Job
     round: int
@@ -35,7 +35,7 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """A target, what was measured, and whether it holds."""
+    """A target, the measured value, and its upper limit."""
 
     what: str
     measured: float
@@ -43,10 +43,11 @@ class Verdict:
 
     @property
     def holds(self) -> bool:
+        """Whether the target is reached."""
         return self.measured <= self.limit
 
 
-# Ratios of medians; the cases in the order of the table.
+# Limits of TowerStrategy's medians over those of a peer, by peer and case.
 _STEP_OVER = {
     "mirrored": {"mlp": 0.30, "embedding": 0.30, "conv": 0.90, "deep": 0.50, "input": 0.45},
     "none": {"mlp": 1.35, "embedding": 1.05, "conv": 1.0, "deep": 2.0, "input": 1.4},
@@ -60,13 +61,13 @@ _FIRST_STEP_OVER = {
     "mirrored": {"conv": 0.35, "deep": 0.35},
     "jax": dict.fromkeys(("mlp", "embedding", "conv", "deep", "input"), 1.0),
 }
-_GROWTH, _FEW, _MANY = 1.3, 2, 8  # the first step with many towers over that with few
+_GROWTH, _FEW, _MANY = 1.3, 2, 8  # limit of the first step with 8 towers over that with 2
 _FULLEST_OVER_MEAN = 1.2
 _BUSIEST_OVER_RING = 1.1
 
 
 def medians(runs: Iterable[Run]) -> Medians:
-    """For each job the median of every figure, or its ``error``, and what does not vary."""
+    """For each job the medians of :data:`FIGURES` and the other figures, or its ``error``."""
     by_job: dict[Job, list[dict[str, Any]]] = {}
     for run in runs:
         by_job.setdefault(run.job, []).append(run.figures)
@@ -77,55 +78,56 @@ def _median(rounds: list[dict[str, Any]]) -> dict[str, Any]:
     good = [figures for figures in rounds if "error" not in figures]
     if not good:
         return rounds[0]
-    result = dict(good[0])  # the first round counted the traffic
+    result = dict(good[0])  # only the first round counts the traffic
     for name in FIGURES:
         result[name] = statistics.median(figures[name] for figures in good)
     return result
 
 
-def middle(runs: Iterable[tuple[Any, dict[str, Any]]],
-           names: Collection[str]) -> dict[Any, dict[str, Any]]:
-    """For each job the medians of its rounds' figures of these names, or its first error."""
-    grouped: dict[Any, list[dict[str, Any]]] = {}
+def median_figures(runs: Iterable[tuple[Any, dict[str, Any]]],
+                   names: Collection[str]) -> dict[Any, dict[str, Any]]:
+    """For each job the medians of the figures ``names`` over its rounds, or its first error."""
+    by_job: dict[Any, list[dict[str, Any]]] = {}
     for job, figures in runs:
-        grouped.setdefault(job, []).append(figures)
-    return {job: next((each for each in mine if "error" in each), None) or {
-        name: statistics.median(each[name] for each in mine) for name in names if name in mine[0]}
-        for job, mine in grouped.items()}
+        by_job.setdefault(job, []).append(figures)
+    return {job: next((each for each in rounds if "error" in each), None) or {
+        name: statistics.median(each[name] for each in rounds)
+        for name in names if name in rounds[0]} for job, rounds in by_job.items()}
 
 
 def ratio(figures: Medians, name: str, job: Job, other: Job) -> float | None:
-    """``job``'s figure over that of ``other``; None where one of them is missing."""
-    above, below = (figures.get(key, {}).get(name) for key in (job, other))
-    return above / below if above is not None and below else None
+    """The figure ``name`` of ``job`` over that of ``other``; None if one of them is missing."""
+    numerator, denominator = (figures.get(key, {}).get(name) for key in (job, other))
+    return numerator / denominator if numerator is not None and denominator else None
 
 
 def verdicts(figures: Medians, towers: int, balanced: bool) -> list[Verdict]:
-    """The targets for which everything needed was measured.
+    """The verdicts on the targets whose figures were measured.
 
     Args:
       figures: medians by job.
-      towers: with how many towers.
+      towers: the number of towers.
       balanced: whether TowerStrategy's merge device was ``"balanced"``.
     """
-    found = [
-        *_compared(figures, towers, "step_ms", "step", _STEP_OVER),
-        *_compared(figures, towers, "peak_mb", "peak memory", _PEAK_OVER),
-        *_compared(figures, towers, "first_step_s", "first step", _FIRST_STEP_OVER)]
+    verdicts_ = [
+        *_peer_verdicts(figures, towers, "step_ms", "step", _STEP_OVER),
+        *_peer_verdicts(figures, towers, "peak_mb", "peak memory", _PEAK_OVER),
+        *_peer_verdicts(figures, towers, "first_step_s", "first step", _FIRST_STEP_OVER)]
     for case in _FIRST_STEP_OVER["mirrored"]:
         few, many = (Job(case, "tower", count) for count in (_FEW, _MANY))
-        grown = ratio(figures, "first_step_s", many, few)
-        if grown is not None:
+        growth = ratio(figures, "first_step_s", many, few)
+        if growth is not None:
             title = f"{case}: first step, R = {_MANY} over R = {_FEW}"
-            found.append(Verdict(title, grown, _GROWTH))
+            verdicts_.append(Verdict(title, growth, _GROWTH))
     if balanced:
         for job in [job for job in figures if (job.strategy, job.towers) == ("tower", towers)]:
-            found.extend(_balance(job.case, figures[job], towers))
-    return found
+            verdicts_.extend(_balance_verdicts(job.case, figures[job], towers))
+    return verdicts_
 
 
-def _compared(figures: Medians, towers: int, name: str, title: str,
-              limits: dict[str, dict[str, float]]) -> Iterator[Verdict]:
+def _peer_verdicts(figures: Medians, towers: int, name: str, title: str,
+                   limits: dict[str, dict[str, float]]) -> Iterator[Verdict]:
+    """The verdicts on ratios of TowerStrategy's figure ``name`` to that of each peer."""
     for peer, by_case in limits.items():
         for case, limit in by_case.items():
             measured = ratio(figures, name, Job(case, "tower", towers), Job(case, peer, towers))
@@ -133,13 +135,13 @@ def _compared(figures: Medians, towers: int, name: str, title: str,
                 yield Verdict(f"{case}: {title} over {peer}", measured, limit)
 
 
-def _balance(case: str, measured: dict[str, Any], towers: int) -> Iterator[Verdict]:
-    """The targets of ``"balanced"``; none where one variable is more than a tower's part of all."""
+def _balance_verdicts(case: str, measured: dict[str, Any], towers: int) -> Iterator[Verdict]:
+    """The verdicts for ``"balanced"``; none if one variable has more than 1/R of all bytes."""
     if "error" in measured or measured["largest_bytes"] * towers > measured["parameter_bytes"]:
         return
-    held = measured["state_bytes"]
-    if held:
-        fullest = max(held.values()) * towers / sum(held.values())
+    state = measured["state_bytes"]
+    if state:
+        fullest = max(state.values()) * towers / sum(state.values())
         yield Verdict(f"{case}: fullest tower over the mean", fullest, _FULLEST_OVER_MEAN)
     crossing = measured.get("traffic")
     if crossing and towers > 1:

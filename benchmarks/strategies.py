@@ -1,7 +1,7 @@
-"""Who is measured: ``TowerStrategy`` and its peers.
+"""The strategies that the benchmarks measure: ``TowerStrategy`` and its peers.
 
-Goes in: a name, the towers' devices and a merge device.  Comes out: a strategy (TensorFlow's
-default one for ``none``).
+Goes in: a name, the towers' devices and a merge device.  Comes out: a strategy; for ``none``,
+TensorFlow's default strategy.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ STRATEGIES: dict[str, Maker] = {
     "central": lambda devices, merge: tf.distribute.experimental.CentralStorageStrategy(
         devices, merge if merge not in (None, "cpu", "balanced") else "CPU:0"),
 }
-# The same with jit_compile=True.
+# These compile the model with jit_compile=True.
 XLA = {"none_xla": "none", "tower_xla": "tower"}
 STRATEGIES.update((name, STRATEGIES[plain]) for name, plain in XLA.items())
-# Keras 3 without TensorFlow: its own data parallelism, and one device; see jax_peer.
+# Keras 3 on JAX: keras.distribution.DataParallel, and one device; see jax_peer.
 JAX = ("jax", "jax_one")
 NAMES = (*STRATEGIES, *JAX)
 
 
 def devices(kind: str, count: int) -> list[str]:
-    """Device strings for ``count`` towers.  Call it before TensorFlow starts.
+    """Device strings for ``count`` towers.  Call it before TensorFlow initializes its devices.
 
     Args:
       kind: ``"cpu"`` (logical devices of one CPU; GPUs are hidden) or ``"gpu"``.
-      count: how many.
+      count: the number of devices.
 
     Raises:
-      ValueError: there are fewer GPUs than asked for.
+      ValueError: there are fewer than ``count`` GPUs.
     """
     if kind == "cpu":
         tf.config.set_visible_devices([], "GPU")

@@ -1,4 +1,4 @@
-"""Measures what ``shares`` bring where a tower is slower, and what they cost where none is.
+"""Measures step times with ``shares``, for a slow tower and for equal towers.
 
 Goes in: the flags of ``python -m benchmarks``.  Comes out: two tables, the targets with pass or
 MISS, and ``unequal.json`` in the output folder.
@@ -6,15 +6,15 @@ MISS, and ``unequal.json`` in the output folder.
     python -m benchmarks unequal                      # half an hour on two idle cores
     python -m benchmarks unequal --unequal_factor=5 --unequal_rounds=10
 
-Two towers train in one process, on logical CPU devices; an operation gets one thread, so a tower
-has a core of its own where there are two.  Tower 1 repeats the work of one layer: as often as
-tower 0, or ``--unequal_factor`` times as often.  All choices of shares are measured in turns, a few
-steps each, so that what else the machine does meets all alike:
+Two towers train in one process, on logical CPU devices.  An operation gets one thread, so each
+tower has a core of its own on a machine with two.  Each tower repeats the work of one layer; tower
+1 as often as tower 0, or ``--unequal_factor`` times as often.  Each round measures all shares in
+turn, for a few steps each, so that other load on the machine affects all alike:
 
-- with a slower tower the fixed shares ``[k, 1]`` on both sides of the factor are tried, and
-  ``"measured"`` is held against the best of them, by medians of steps;
-- with equal towers ``"measured"`` is held against no shares, by the time of all steps together, as
-  what measuring costs is in few of them.
+- with a slow tower, fixed shares ``[k, 1]`` with k below and above the factor are measured, and
+  ``"measured"`` is compared with the best of them, by median step times;
+- with equal towers, ``"measured"`` is compared with no shares, by the time of all steps, as only
+  few steps have the cost of measuring.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ from towerstrategy.placement.asked_shares import MEASURED
 TOWERS = ("CPU:0", "CPU:1")
 SLOW = 1  # which tower repeats its work more often
 OVER_BEST, OVER_NONE = 1.10, 1.01
-_BATCH, _WIDTH, _TIMES = 96, 512, 4
+_BATCH, _WIDTH, _REPEATS = 96, 512, 4
 _SMALL_WIDTH = 16
-_TRIED = (1 / 3, 2 / 3, 5 / 6, 1., 7 / 6, 4 / 3, 5 / 3)  # of the factor: shares to try
-_WARM_UP = 3  # steps of each turn, which wait for their data
-_MOST_TURNS = 12  # to wait for shares that stay
+_SHARES_OVER_FACTOR = (1 / 3, 2 / 3, 5 / 6, 1., 7 / 6, 4 / 3, 5 / 3)  # fixed shares to measure
+_WARM_UP = 3  # steps of each turn, which may wait for their data
+_MAX_SETTLING_TURNS = 12  # turns in which measured shares may change before measurements count
 
 
 @dataclasses.dataclass
-class Found:
-    """What was measured of one choice of shares.
+class Figures:
+    """The figures of one choice of shares.
 
     Attributes:
-      rows: of a batch, by tower, at the end.
-      step_ms: the median of all turns' medians.
-      all_s: seconds of all steps together.
-      cpu_s: the process' CPU seconds in them.
+      rows: the rows of a batch that each tower gets at the end.
+      step_ms: the median over turns of the median step time.
+      all_s: the seconds of all steps together.
+      cpu_s: the CPU seconds of the process in these steps.
     """
 
     rows: list[int]
@@ -65,9 +65,9 @@ class Job:
     """A model that trains with one choice of shares.
 
     Args:
-      keras: the Keras to train with.
-      shares: as given to the strategy.
-      factor: how many times as often tower :data:`SLOW` repeats its work.
+      keras: ``keras`` or ``tf_keras``.
+      shares: the argument of the strategy.
+      factor: the work of tower :data:`SLOW` over that of the other tower.
       small: whether to train a small model.
     """
 
@@ -77,8 +77,8 @@ class Job:
         with self.strategy.scope():
             keras.utils.set_random_seed(1)
             inputs = keras.Input([width])
-            worked = _repeating(keras, factor, width)(inputs)
-            self._model = keras.Model(inputs, keras.layers.Dense(1)(worked))
+            outputs = _repeating_layer(keras, factor, width)(inputs)
+            self._model = keras.Model(inputs, keras.layers.Dense(1)(outputs))
             self._model.compile("adam", "mse")
         random = np.random.default_rng(0)
         x = random.standard_normal((4 * _BATCH, width)).astype("float32")
@@ -86,40 +86,39 @@ class Job:
         self._batches = rows.batch(_BATCH).cache().repeat().prefetch(2)
         self._clock = _clock(keras)
         self._medians: list[float] = []
-        self._all = self._cpu = 0.
+        self._all_s = self._cpu_s = 0.
 
     def turn(self, steps: int, counts: bool = True) -> None:
-        """Trains for so many steps; their times are kept where it ``counts``."""
+        """Trains for ``steps`` steps, after the warm-up; records their times if it ``counts``."""
         self._clock.ends.clear()
         self._model.fit(self._batches, steps_per_epoch=_WARM_UP + steps, shuffle=False, verbose=0,
                         callbacks=[self._clock])
         walls, cpus = zip(*self._clock.ends[_WARM_UP - 1:])
         if counts:
             self._medians.append(statistics.median(np.diff(walls).tolist()))
-            self._all += walls[-1] - walls[0]
-            self._cpu += cpus[-1] - cpus[0]
+            self._all_s += walls[-1] - walls[0]
+            self._cpu_s += cpus[-1] - cpus[0]
 
     def settle(self, steps: int) -> None:
-        """Trains until measured shares stay as they are, or :data:`_MOST_TURNS` turns."""
+        """Trains until measured shares do not change, at most :data:`_MAX_SETTLING_TURNS` turns."""
         self.turn(steps, counts=False)
         measuring = self.strategy.extended.inputs.measuring
-        seen = (0, -1)
-        for _ in range(_MOST_TURNS if measuring is not None else 0):
+        rounds, changes = 0, -1
+        for _ in range(_MAX_SETTLING_TURNS if measuring is not None else 0):
             self.turn(steps, counts=False)
-            if measuring.changes == seen[1] and measuring.rounds > seen[0] > 1:
+            if measuring.changes == changes and measuring.rounds > rounds > 1:
                 break
-            seen = measuring.rounds, measuring.changes
+            rounds, changes = measuring.rounds, measuring.changes
 
-    def found(self) -> Found:
-        """What was measured so far."""
+    def figures(self) -> Figures:
+        """The figures of all turns that counted."""
         shares = self.strategy.shares or [1.] * len(TOWERS)
-        return Found(measured.rows_for(shares, _BATCH), 1e3 * statistics.median(self._medians),
-                     self._all, self._cpu)
+        return Figures(measured.rows_for(shares, _BATCH), 1e3 * statistics.median(self._medians),
+                       self._all_s, self._cpu_s)
 
 
-def _repeating(keras: Any, factor: int, width: int) -> Any:
-    """A layer that works on its rows, on one tower ``factor`` times as often, and changes nothing.
-    """
+def _repeating_layer(keras: Any, factor: int, width: int) -> Any:
+    """A layer that returns its input after some work, ``factor`` times as much on tower 1."""
     matrix = np.random.default_rng(1).standard_normal((width, width)) / np.sqrt(width)
 
     class Repeating(keras.layers.Layer):
@@ -127,25 +126,25 @@ def _repeating(keras: Any, factor: int, width: int) -> Any:
         def call(self, x: Any) -> Any:
             context = tf.distribute.get_replica_context()
             number = 0 if context is None else context.replica_id_in_sync_group
-            times = tf.where(tf.equal(number, SLOW), factor * _TIMES, _TIMES)
+            times = tf.where(tf.equal(number, SLOW), factor * _REPEATS, _REPEATS)
             weights = tf.constant(matrix, tf.float32)
-            _, made = tf.while_loop(
+            _, result = tf.while_loop(
                 lambda turn, _: turn < times,
-                lambda turn, made: (turn + 1, tf.tanh(tf.matmul(made, weights))),
+                lambda turn, result: (turn + 1, tf.tanh(tf.matmul(result, weights))),
                 (tf.constant(0), tf.stop_gradient(x)))
-            return x + 1e-30 * made  # which rounds to x
+            return x + 1e-30 * result  # rounds to x
 
     return Repeating()
 
 
 def _clock(keras: Any) -> Any:
-    """A callback that notes when steps end: wall time, and CPU time of the process."""
+    """A callback that records wall time and CPU time of the process at the end of each step."""
 
     class Clock(keras.callbacks.Callback):
         ends: list[tuple[float, float]] = []
 
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:  # noqa: ARG002
-            float(logs["loss"])  # the step has ended when it is known
+            float(logs["loss"])  # waits for the end of the step
             self.ends.append((time.perf_counter(), time.process_time()))
 
     clock = Clock()
@@ -154,20 +153,20 @@ def _clock(keras: Any) -> Any:
 
 
 def choices(factor: int) -> list[Any]:
-    """The shares to compare, ``"measured"`` first; None is equal ones."""
+    """The shares to compare, ``"measured"`` first; None means equal shares."""
     if factor == 1:
         return [MEASURED, None]
-    return [MEASURED, None, *([round(factor * part, 2), 1.] for part in _TRIED)]
+    return [MEASURED, None, *([round(factor * part, 2), 1.] for part in _SHARES_OVER_FACTOR)]
 
 
-def measure(keras: Any, factor: int, rounds: int, steps: int, small: bool) -> dict[str, Found]:
-    """What was found, by the shares as they are written in code.
+def measure(keras: Any, factor: int, rounds: int, steps: int, small: bool) -> dict[str, Figures]:
+    """The figures of each choice of shares, by its ``repr``.
 
     Args:
-      keras: the Keras to train with.
-      factor: how many times as often the slow tower repeats its work; 1 for equal towers.
-      rounds: how many turns each choice gets.
-      steps: of a turn.
+      keras: ``keras`` or ``tf_keras``.
+      factor: the work of the slow tower over that of the other; 1 for equal towers.
+      rounds: the number of rounds, in each of which each choice has a turn.
+      steps: the steps of a turn.
       small: whether to train a small model.
     """
     jobs = {repr(shares): Job(keras, shares, factor, small) for shares in choices(factor)}
@@ -176,57 +175,52 @@ def measure(keras: Any, factor: int, rounds: int, steps: int, small: bool) -> di
     for number in range(rounds):
         for job in list(jobs.values())[::1 if number % 2 else -1]:
             job.turn(steps)
-    return {name: job.found() for name, job in jobs.items()}
+    return {name: job.figures() for name, job in jobs.items()}
 
 
-def verdicts(slowed: dict[str, Found], equal: dict[str, Found]) -> list[results.Verdict]:
-    """The targets."""
-    own, others = _apart(slowed)
-    best = min(others, key=lambda name: others[name].step_ms)
-    alike, plain = _apart(equal)
-    none = plain["None"]
+def verdicts(slowed: dict[str, Figures], equal: dict[str, Figures]) -> list[results.Verdict]:
+    """The verdicts, from the figures with a slow tower and with equal towers."""
+    name, none = repr(MEASURED), equal["None"]
+    measured_equal = equal[name]
+    fixed = {shares: figures for shares, figures in slowed.items() if shares != name}
+    best = min(fixed, key=lambda shares: fixed[shares].step_ms)
     return [
-        results.Verdict(f'a slower tower: step with "measured" over the best fixed, {best}',
-                        own.step_ms / others[best].step_ms, OVER_BEST),
-        results.Verdict('equal towers: rows by which "measured" has settled apart',
-                        max(alike.rows) - min(alike.rows), 0),
+        results.Verdict(f'slow tower: step with "measured" over the best fixed, {best}',
+                        slowed[name].step_ms / fixed[best].step_ms, OVER_BEST),
+        results.Verdict('equal towers: difference of the towers\' rows with "measured"',
+                        max(measured_equal.rows) - min(measured_equal.rows), 0),
         results.Verdict('equal towers: time with "measured" over no shares',
-                        alike.all_s / none.all_s, OVER_NONE),
+                        measured_equal.all_s / none.all_s, OVER_NONE),
         results.Verdict('equal towers: CPU time with "measured" over no shares',
-                        alike.cpu_s / none.cpu_s, OVER_NONE)]
+                        measured_equal.cpu_s / none.cpu_s, OVER_NONE)]
 
 
-def _apart(found: dict[str, Found]) -> tuple[Found, dict[str, Found]]:
-    name = repr(MEASURED)
-    return found[name], {other: mine for other, mine in found.items() if other != name}
-
-
-def shown(found: dict[str, Found]) -> str:
+def format_table(figures: dict[str, Figures]) -> str:
     """A line for each choice of shares."""
-    none = found["None"]
+    none = figures["None"]
     return table.columns(("shares", "rows", "step ms", "/ None", "all steps, s", "CPU s"), [
-        [name, "+".join(map(str, mine.rows)), f"{mine.step_ms:.2f}",
-         f"{mine.step_ms / none.step_ms:.3f}", f"{mine.all_s:.1f}", f"{mine.cpu_s:.1f}"]
-        for name, mine in found.items()])
+        [name, "+".join(map(str, values.rows)), f"{values.step_ms:.2f}",
+         f"{values.step_ms / none.step_ms:.3f}", f"{values.all_s:.1f}", f"{values.cpu_s:.1f}"]
+        for name, values in figures.items()])
 
 
 def main(keras: Any, factor: int, rounds: int, steps: int, small: bool, out: pathlib.Path,
          title: str) -> None:
-    """Measures, prints, writes."""
+    """Measures with a slow tower and with equal towers, prints tables, writes ``unequal.json``."""
     tf.config.threading.set_intra_op_parallelism_threads(1)
     towerstrategy.split_cpu(len(TOWERS))
-    print(f"{title}\n{_BATCH} rows, tower {SLOW} repeats its work {factor} times as often",
+    print(f"{title}\n{_BATCH} rows, tower {SLOW} has {factor} times the work of the other tower",
           flush=True)
     slowed = measure(keras, factor, rounds, steps, small)
-    print(f"{shown(slowed)}\n\nequal towers", flush=True)
+    print(f"{format_table(slowed)}\n\nequal towers", flush=True)
     equal = measure(keras, 1, rounds, steps, small)
-    found = verdicts(slowed, equal)
-    print(f"{shown(equal)}\n\n{table.targets(found)}")
+    targets = verdicts(slowed, equal)
+    print(f"{format_table(equal)}\n\n{table.targets(targets)}")
     out.mkdir(parents=True, exist_ok=True)
     (out / "unequal.json").write_text(json.dumps({
         "title": title, "factor": factor, "rounds": rounds, "steps": steps, "small": small,
-        **{name: {shares: dataclasses.asdict(mine) for shares, mine in each.items()}
+        **{name: {shares: dataclasses.asdict(values) for shares, values in each.items()}
            for name, each in (("slowed", slowed), ("equal", equal))},
-        "targets": [{**dataclasses.asdict(each), "holds": each.holds} for each in found]},
+        "targets": [{**dataclasses.asdict(each), "holds": each.holds} for each in targets]},
         indent=1))
     print(f"\n{out / 'unequal.json'}")

@@ -202,7 +202,7 @@ class ResultsTest(parameterized.TestCase):
     def test_shows_what_failed_beside_what_was_measured(self):
         """Else a strategy that cannot train a case takes the whole report with it."""
         figures = results.medians(self._runs())
-        text = table.measured(figures)
+        text = table.jobs(figures)
         self.assertIn("mlp central R=4 failed: ValueError: no", text)
         self.assertIn("12.00", text)
         with tempfile.TemporaryDirectory() as folder:
@@ -247,9 +247,10 @@ class JaxTest(parameterized.TestCase):
 class MicroBatchesTest(parameterized.TestCase):
 
     def _figures(self):
-        runs = [("conv", parts, {"added_mb": added, "held_mb": 800., "step_ms": 100.,
+        runs = [("conv", count, {"added_mb": added, "held_mb": 800., "step_ms": 100.,
                                  "first_step_s": 2.})
-                for parts in micro_batches.PARTS for added in (80. / max(parts, 1), 9., 300.)]
+                for count in micro_batches.MICRO_BATCHES
+                for added in (80. / max(count, 1), 9., 300.)]
         return micro_batches.medians([*runs, ("mlp", 8, {"error": "ValueError: no"})])
 
     def test_target_compares_medians(self):
@@ -282,15 +283,15 @@ class MachinesTest(parameterized.TestCase):
     def test_growth_is_a_workers(self):
         """Else what grows faster than the workers does not show."""
         figures = {}
-        for job in machines.jobs(["mlp"], machines.shapes(["2x1", "8x1", "4x2"])):
+        for job in machines.jobs(["mlp"], machines.parse_shapes(["2x1", "8x1", "4x2"])):
             figures[job] = dict.fromkeys(machines.FIGURES, 1. * job.workers)
             figures[job]["between_mb"] = job.workers ** 2
-        lines = [line.split() for line in machines.growth(figures).splitlines()[2:]]
+        lines = [line.split() for line in machines.format_growth(figures).splitlines()[2:]]
         self.assertEqual([line[1] for line in lines], list(machines.STRATEGIES))
         self.assertEqual(lines[0][-4:], ["1.00", "1.00", "1.00", "4.00"])
         for wrong in ("4", "4x", "0x1", "2x2x2", "-1x2"):
             with self.assertRaisesRegex(ValueError, f"4x2, but got '{wrong}'"):
-                machines.shapes([wrong])
+                machines.parse_shapes([wrong])
 
     def test_a_worker_that_fails_is_named(self):
         """Else half a cluster's figures pass for all of them."""
@@ -298,5 +299,5 @@ class MachinesTest(parameterized.TestCase):
             folder = pathlib.Path(name)
             (folder / "0.json").write_text('{"step_ms": 1}')
             (folder / "1.log").write_text("Traceback\nMemoryError: no\n")
-            self.assertEqual(machines._collected(folder, 2, ""),
+            self.assertEqual(machines._cluster_figures(folder, 2, ""),
                              {"error": "worker 1: MemoryError: no"})

@@ -19,12 +19,12 @@ class PartitionTest(parameterized.TestCase):
         kept = json.loads(partition.GUARD.read_text())
         if kept["versions"] != partition.versions():
             self.skipTest(f"recorded with {kept['versions']}, not {partition.versions()}")
-        made = partition.made(name, DEVICES[:partition.GUARDED_TOWERS], count_calls=True)
-        self.assertEmpty(partition.worse({name: made.counts()}, kept["counts"]))
+        made = partition.partitioned(name, DEVICES[:partition.GUARDED_TOWERS], count_calls=True)
+        self.assertEmpty(partition.increased({name: made.counts()}, kept["counts"]))
 
     def test_counts_lie_on_a_line(self):
         """Else steps of many towers take minutes to be made, and steps of few do not show it."""
-        made = [partition.made("input", DEVICES[:count], count_calls=True).counts()
+        made = [partition.partitioned("input", DEVICES[:count], count_calls=True).counts()
                 for count in (2, 2, 4, 8)][1:]  # the first finds nothing cached
         for what, few in made[0].items():
             some, many = made[1][what], made[2][what]
@@ -34,19 +34,20 @@ class PartitionTest(parameterized.TestCase):
     def test_worse_counts_are_named(self):
         """Else the guard is silent about what it is for."""
         recorded = {"mlp": {"operations": 100, "crossings": 7}}
-        self.assertEmpty(partition.worse({"mlp": {"operations": 101, "crossings": 7}}, recorded))
-        self.assertEqual(partition.worse({"mlp": {"operations": 100, "crossings": 8}}, recorded),
-                         [("mlp", "crossings", 8, 7)])
+        within, higher = ({"mlp": {"operations": 101, "crossings": 7}},
+                          {"mlp": {"operations": 100, "crossings": 8}})
+        self.assertEmpty(partition.increased(within, recorded))
+        self.assertEqual(partition.increased(higher, recorded), [("mlp", "crossings", 8, 7)])
 
     def test_parts_and_counts(self):
         """Else the table has columns of nothing."""
-        made = {count: partition.made("input", DEVICES[:count]) for count in (2, 4)}
+        made = {count: partition.partitioned("input", DEVICES[:count]) for count in (2, 4)}
         for mine in made.values():
             self.assertGreater(min(mine.seconds.values()), 0)
             self.assertSameElements(mine.seconds, ("trace", "propagate", "emit", "function"))
         self.assertLess(made[2].operations, made[4].operations)
         self.assertLess(made[2].crossing_bytes, made[4].crossing_bytes)
-        lines = partition.told({("input", count): mine for count, mine in made.items()})
+        lines = partition.format_table({("input", count): mine for count, mine in made.items()})
         self.assertLen(lines.splitlines(), 4)
 
 

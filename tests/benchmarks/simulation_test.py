@@ -244,7 +244,7 @@ class StepTest(parameterized.TestCase):
         """Else figures are computed and lost."""
         one = gpus.Result("mlp", "A100 NVLink", 1, gpus.ONE, True, 10., 1.)
         slow = gpus.Result("mlp", "A100 NVLink", 4, gpus.MIRRORED, False, 80., 0.125)
-        text = gpus.tables([one, slow], [gpus.Check("ResNet-50", 8., 7.)])
+        text = gpus.format_tables([one, slow], [gpus.Check("ResNet-50", 8., 7.)])
         self.assertIn("MirroredStrategy", text)
         self.assertIn("0.125", text)
         with tempfile.TemporaryDirectory() as folder:

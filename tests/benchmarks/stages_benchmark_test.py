@@ -33,13 +33,13 @@ class StepTest(parameterized.TestCase):
         job = stages.Job("small", 1, 3, 4)
         step = traced(job)
         cuts = 2 * ROWS * WIDTH * 4
-        found = stages.crossing(step, job, ROWS)
+        found = stages.crossing_bytes(step, job, ROWS)
         self.assertEqual((found["activations"], found["gradients"], found["other"]),
                          (cuts, cuts, 0))
         batch = ROWS * (WIDTH * 4 + 4)
         self.assertBetween(found["batch"], batch, batch + ROWS * 4)  # labels may go on by stage 0
         self.assertLess(found["scalars"], 400)
-        paper = stages.simulated(step, job)
+        paper = stages.simulate(step, job)
         # Less where a stage hands its gradient on before it has those of its weights.
         self.assertLess(paper["idle"], stages.bubble(job) + .001)
         self.assertEqual(paper["held"], [3, 2, 1])
@@ -48,7 +48,7 @@ class StepTest(parameterized.TestCase):
     def test_weights_that_cross(self):
         """Else weights may go from device to device, and the table says that nothing does."""
         job = stages.Job("small", 2)
-        found = stages.crossing(traced(job), job, ROWS)
+        found = stages.crossing_bytes(traced(job), job, ROWS)
         weights = 4 * 4 * (WIDTH * WIDTH)
         self.assertGreater(found["other"], weights)
         self.assertEqual((found["activations"], found["gradients"]), (0, 0))
@@ -89,7 +89,7 @@ class TablesTest(parameterized.TestCase):
     def test_shows_what_failed(self):
         """Else one job that runs out of memory takes the whole table, or picture, with it."""
         figures = self._figures()
-        text = stages.shown(figures)
+        text = stages.format_tables(figures)
         self.assertIn("conv, 1 x 4 x 8 failed: MemoryError: no", text)
         measured, simulated = text.split("\n\n")
         self.assertLen(measured.splitlines(), 2 + 2 * 15 - 1)  # the failed one is below

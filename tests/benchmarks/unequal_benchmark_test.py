@@ -22,7 +22,7 @@ class MeasureTest(parameterized.TestCase):
         """Else towers are compared that are alike, or the work changes what is trained."""
         x = np.random.RandomState(0).randn(6, 4).astype("float32")
         strategy = towerstrategy.TowerStrategy(list(unequal.TOWERS), shares=[2, 1])
-        layer, products = unequal._repeating(keras, 3, 4), [0, 0]
+        layer, products = unequal._repeating_layer(keras, 3, 4), [0, 0]
 
         def counted(*args, **kwargs):
             products[tf.distribute.get_replica_context().tower] += 1
@@ -51,7 +51,7 @@ class MeasureTest(parameterized.TestCase):
 class VerdictsTest(parameterized.TestCase):
 
     def _found(self, step_ms, rows=(48, 48), cpu_s=1.):
-        return unequal.Found(list(rows), step_ms, step_ms / 1e3, cpu_s)
+        return unequal.Figures(list(rows), step_ms, step_ms / 1e3, cpu_s)
 
     def test_targets(self):
         """Else a target is called reached that is not."""
@@ -70,7 +70,7 @@ class VerdictsTest(parameterized.TestCase):
     def test_shown(self):
         """Else the table leaves out what the best was chosen of."""
         slowed = {"'measured'": self._found(11.), "None": self._found(22.)}
-        first, second = unequal.shown(slowed).splitlines()[-2:]
+        first, second = unequal.format_table(slowed).splitlines()[-2:]
         self.assertIn("0.500", first)
         self.assertIn("48+48", second)
 
