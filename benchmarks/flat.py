@@ -14,7 +14,6 @@ the variable and its slots, and reads the gradient.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
@@ -379,8 +378,3 @@ def _properties(device: str, machine: links.Machine) -> Any:
         properties.bandwidth = round(machine.host_bandwidth * 1e6)
         properties.memory_size = 1 << 42
     return named
-
-
-def count(operations: Sequence[Operation]) -> collections.Counter[str]:
-    """How many operations are on each device."""
-    return collections.Counter(operation.device for operation in operations)
