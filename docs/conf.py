@@ -1,4 +1,4 @@
-"""The site: ``make docs`` builds it from this folder's Markdown and from the docstrings.
+"""Sphinx's configuration: ``make docs`` builds the site from this folder and from the docstrings.
 
 Goes in: ``docs/*.md``, README.md, BUILD.md, CHANGELOG.md and the package.  Comes out: HTML.
 """
@@ -18,7 +18,7 @@ exclude_patterns = ["Thumbs.db"]
 
 myst_heading_anchors = 4
 myst_links_external_new_tab = False
-# An example is a file of the repository, not a page: the site hands it out as a download.
+# Links to examples lead to files, not pages: the site offers them as downloads.
 suppress_warnings = ["myst.header"]
 
 autodoc_member_order = "bysource"
@@ -31,7 +31,7 @@ python_use_unqualified_type_names = True
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
 
-# These show what a diff takes away and adds.
+# These styles color the removed and added lines of a diff.
 pygments_style = "friendly"
 pygments_dark_style = "monokai"
 html_theme = "furo"
@@ -44,32 +44,32 @@ html_theme_options = {
     "dark_css_variables": {"color-brand-primary": "#7db8e8", "color-brand-content": "#7db8e8"},
 }
 
-# Files outside of this folder that have a page here.
+# Files outside of this folder -> their pages here.
 _PAGES = {"../BUILD.md": "build.md", "../README.md": "index.md", "../CHANGELOG.md": "changelog.md",
           "../CONTRIBUTING.md": "contributing.md", "../SECURITY.md": "security.md",
           "../benchmarks/RESULTS.md": "results.md",
           "../examples": "examples.md"}
-# Links of a file there, but for those that MyST's `relative-docs` takes, and those that lead away.
-_FROM_REPOSITORY = re.compile(r"\]\((?!docs/|#|[a-z]+:)")
-_TO_PAGE = re.compile(r"\]\((" + "|".join(map(re.escape, _PAGES)) + r")(#[^)]*)?\)")
+# Relative links of such a file, except those to docs/, which MyST's `relative-docs` adapts.
+_RELATIVE_LINK = re.compile(r"\]\((?!docs/|#|[a-z]+:)")
+_LINK_WITH_PAGE = re.compile(r"\]\((" + "|".join(map(re.escape, _PAGES)) + r")(#[^)]*)?\)")
 
 
-def _lead_to_pages(app, name, source):
-    """Leads links into the repository to the pages that hold the same."""
+def _replace_links(app, name, source):
+    """Replaces a page's links to files of the repository by links to the pages of these files."""
     del app, name
-    source[0] = _to_pages(source[0])
+    source[0] = _with_page_links(source[0])
 
 
-def _to_pages(text: str) -> str:
-    return _TO_PAGE.sub(lambda found: f"]({_PAGES[found[1]]}{found[2] or ''})", text)
+def _with_page_links(text: str) -> str:
+    return _LINK_WITH_PAGE.sub(lambda link: f"]({_PAGES[link[1]]}{link[2] or ''})", text)
 
 
-def _lead_included_to_pages(app, relative_path, parent, source):
-    """The same in an included file, which stands in the repository's own folder."""
+def _replace_links_of_included(app, relative_path, parent, source):
+    """Replaces the links of an included file, which are relative to the repository's root."""
     del app, relative_path, parent
-    source[0] = _to_pages(_FROM_REPOSITORY.sub("](../", source[0]))
+    source[0] = _with_page_links(_RELATIVE_LINK.sub("](../", source[0]))
 
 
 def setup(app):
-    app.connect("source-read", _lead_to_pages)
-    app.connect("include-read", _lead_included_to_pages)
+    app.connect("source-read", _replace_links)
+    app.connect("include-read", _replace_links_of_included)

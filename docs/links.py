@@ -1,9 +1,9 @@
-"""Looks at every link of the built site that stays on the site: pages, files and anchors.
+"""Checks every link within the built site: pages, files and anchors.
 
     python docs/links.py build/site
 
-Goes in: a folder of HTML.  Comes out: exit status 0, or a line for each link that leads nowhere.
-What lies elsewhere is looked at by ``python -m sphinx -b linkcheck docs build/links``.
+Goes in: a folder of HTML.  Comes out: exit status 0, or 1 and a line for each broken link.  Links
+to other sites are checked by ``python -m sphinx -b linkcheck docs build/links``.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import pathlib
 import sys
 import urllib.parse
 
-# Pages that Sphinx makes for its own use.
+# Folders without pages for readers; their links are not checked.
 _NO_PAGES = ("_modules", "_static")
 
 
 class Page(html.parser.HTMLParser):
-    """A page's anchors, and what it links to or shows.
+    """The anchors and links of a page.
 
     Attributes:
       anchors: the ids of its elements.
@@ -41,13 +41,13 @@ class Page(html.parser.HTMLParser):
 
 
 def broken(site: pathlib.Path) -> list[str]:
-    """A line for each link within ``site`` that leads nowhere."""
+    """A line for each broken link within ``site``."""
     site = site.resolve()
     pages = {path: Page(path) for path in sorted(site.rglob("*.html"))
              if path.relative_to(site).parts[0] not in _NO_PAGES}
     if not pages:
         return [f"no pages in {site}"]
-    found = []
+    problems = []
     for path, page in pages.items():
         for link in sorted(page.links):
             parts = urllib.parse.urlsplit(link)
@@ -55,12 +55,12 @@ def broken(site: pathlib.Path) -> list[str]:
                 continue
             target = (path.parent / urllib.parse.unquote(parts.path)).resolve() \
                 if parts.path else path
-            there = pages.get(target)
+            target_page = pages.get(target)
             if not target.exists():
-                found.append(f"{path.relative_to(site)}: {link}: no such file")
-            elif parts.fragment and there and parts.fragment not in there.anchors:
-                found.append(f"{path.relative_to(site)}: {link}: no such anchor")
-    return found
+                problems.append(f"{path.relative_to(site)}: {link}: no such file")
+            elif parts.fragment and target_page and parts.fragment not in target_page.anchors:
+                problems.append(f"{path.relative_to(site)}: {link}: no such anchor")
+    return problems
 
 
 if __name__ == "__main__":

@@ -1,16 +1,16 @@
-"""What ``make test`` leaves to ``make test-all``: tests that are marked ``wide``.
+"""Decorators that mark some cases of a parameterized test ``wide``, or ``wide`` and ``rest``.
 
-What both leave to ``make test-slow`` is marked ``rest``, too: cases of several parameters of which
-each pair of values is tried elsewhere, and what differs from another case in its Keras alone.
+``make test`` runs the tests without these marks, ``make test-all`` those that are ``wide``, and
+``make test-slow`` those that are also ``rest``: combinations of several parameters, each pair of
+whose values is tested elsewhere, and cases that repeat another one in the other Keras.
 
 A whole test, class or file is marked by ``@pytest.mark.wide`` (below ``@parameterized``) or by
-``pytestmark``; here are decorators for some of a test's cases.
+``pytestmark``.
 
-Goes in: cases, and which of them are wide; for :func:`product`, of how many parameters each
-combination of values is to be in the default run, and of how many in the wide one: of 1, so that
-each value is in some case and the other parameters take turns, or of 2, so that each pair of values
-of two parameters is.  Comes out: the tests, in the same order and of the same names whatever is
-chosen of them.
+Goes in: cases, and which of them are wide.  :func:`product` chooses them: the default run has every
+combination of values of 1 parameter (each value occurs, while the other parameters vary), the wide
+run those of 2 parameters (each pair of values occurs), or as its arguments say.  Comes out: the
+tests, whose order and names do not depend on the marks.
 """
 
 import collections
@@ -24,19 +24,21 @@ DEFAULT, WIDE, REST = (), (pytest.mark.wide,), (pytest.mark.wide, pytest.mark.re
 
 
 def parameters(*cases, wide, rest=()):
-    """As ``parameterized.parameters`` of all, with the marks of ``wide`` and ``rest``."""
+    """``parameterized.parameters`` for all cases; those in ``wide`` and ``rest`` are marked."""
     return _marked(parameterized.parameters(*cases, *wide, *rest),
                    [DEFAULT] * len(cases) + [WIDE] * len(wide) + [REST] * len(rest))
 
 
 def named_parameters(*cases, marks):
-    """As ``parameterized.named_parameters``; ``marks`` gives those of a case's parameters."""
+    """``parameterized.named_parameters``; ``marks`` maps a case's parameters to its marks."""
     return _marked(parameterized.named_parameters(*cases), [marks(*case[1:]) for case in cases])
 
 
 def turns(*cases):
-    """As ``parameterized.named_parameters``; one of the cases, from test to test of a file another
-    one, is not wide."""
+    """``parameterized.named_parameters``, with all cases but one marked wide.
+
+    The case that is not wide changes from test to test of a file.
+    """
     def decorate(test):
         turn = next(_turns[test.__module__]) % len(cases)
         return _marked(parameterized.named_parameters(*cases),
@@ -49,37 +51,48 @@ def turns(*cases):
 _turns = collections.defaultdict(itertools.count)
 
 
-def product(together=1, in_wide=2, /, **parameters):
-    """As ``parameterized.product``, all but some cases being wide, or neither."""
-    places = [range(len(values)) for values in parameters.values()]
-    chosen, wide = few(together, places), few(in_wide, places)
-    every = list(itertools.product(*places))
+def product(in_default=1, in_wide=2, /, **parameters):
+    """``parameterized.product``, with marks.
+
+    The cases without marks have every combination of values of ``in_default`` parameters; with the
+    wide ones, of ``in_wide`` parameters.  All others are marked ``rest``.
+    """
+    choices = [range(len(values)) for values in parameters.values()]
+    default, wide = few(in_default, choices), few(in_wide, choices)
+    cases = list(itertools.product(*choices))
     return _marked(parameterized.parameters(*(
-        {name: parameters[name][place] for name, place in zip(parameters, case)}
-        for case in every)), [DEFAULT if case in chosen else WIDE if case in wide else REST
-                              for case in every])
+        {name: parameters[name][index] for name, index in zip(parameters, case)}
+        for case in cases)), [DEFAULT if case in default else WIDE if case in wide else REST
+                              for case in cases])
 
 
 def _marked(decorator, marks):
-    return lambda test: [functools.reduce(lambda case, mark: mark(case), each, case)
-                         for each, case in zip(marks, decorator(test), strict=True)]
+    """A decorator that makes the cases of ``decorator`` and gives each its marks."""
+    return lambda test: [functools.reduce(lambda case, mark: mark(case), of_case, case)
+                         for of_case, case in zip(marks, decorator(test), strict=True)]
 
 
-def few(together, places):
-    """Cases of the product of ``places`` that have every combination of ``together`` of them."""
-    every = list(itertools.product(*places))
-    left = set().union(*(_combinations(case, together) for case in every))
-    uses = {use: 0 for case in every for use in enumerate(case)}
-    taken = []
-    while left:
-        case = max(every, key=lambda case: (len(left & _combinations(case, together)),
-                                            -sum(uses[use] for use in enumerate(case))))
-        taken.append(case)
-        left -= _combinations(case, together)
-        for use in enumerate(case):
-            uses[use] += 1
-    return sorted(taken)
+def few(count, choices):
+    """Few cases that have every combination of values of any ``count`` parameters.
+
+    Args:
+      count: the number of parameters of a combination.
+      choices: for each parameter, the indices of its values.
+    """
+    cases = list(itertools.product(*choices))
+    missing = set().union(*(_combinations(case, count) for case in cases))
+    uses = {value: 0 for case in cases for value in enumerate(case)}
+    chosen = []
+    while missing:  # greedily: the most missing combinations, then the least used values
+        case = max(cases, key=lambda case: (len(missing & _combinations(case, count)),
+                                            -sum(uses[value] for value in enumerate(case))))
+        chosen.append(case)
+        missing -= _combinations(case, count)
+        for value in enumerate(case):
+            uses[value] += 1
+    return sorted(chosen)
 
 
-def _combinations(case, together):
-    return set(itertools.combinations(enumerate(case), together))
+def _combinations(case, count):
+    """The combinations of ``count`` values of a case, as (parameter, index) pairs."""
+    return set(itertools.combinations(enumerate(case), count))

@@ -1,4 +1,5 @@
-"""``python -m tests.parity``: see :mod:`product`."""
+"""Runs ``python -m tests.parity``: every parity case on towers and on one device (:mod:`product`).
+"""
 
 import sys
 

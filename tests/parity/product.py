@@ -166,7 +166,7 @@ def _worst(item: Item) -> Found:
                 continue
             this = Found(name, keras, float("inf"), str(towers), traceback.format_exc())
         worst = max(worst, this, key=lambda result: result.worst)
-    runner.forget()
+    runner.clear_cache()
     return worst
 
 

@@ -1,12 +1,12 @@
-"""Trains a case with no strategy and on towers, and says how far apart the results are.
+"""Trains a case without a strategy and on towers, and compares the results.
 
 Goes in: a :class:`cases.Case`, a Keras module, towers and a merge device.  Comes out: a
-:class:`Difference`, the worst relative difference of each kind of result.
+:class:`Difference`, the largest relative difference of each kind of result.
 
-Two arrays differ by ``max|a - b| / max(max|b|, floor)``, where b is the single device's: relative
-to the array's own size, be it a weight, an optimizer slot or a log, not to 1.  The floor is 1e-3
-for weights, whose parts of a size around 0.1 may cancel to less, and 1e-6 for everything else.  A
-shape, a name or a NaN that only one of them has is an infinite difference, and so is a NaN of both.
+The difference of two arrays is ``max|a - b| / max(max|b|, floor)``, where b is one device's.  It is
+relative to the largest entry of the array, be it a weight, an optimizer slot or a log.  The floor
+is 1e-3 for weights, in which terms of a size around 0.1 may cancel to less, and 1e-6 for all
+others.  Different shapes or names, and any NaN, are an infinite difference.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ WEIGHT_FLOOR = 1e-3
 MERGES = ("cpu", "tower 0", "balanced")
 SEED = 7
 
-# What is called after ``fit``, by the case's group; each call costs traces of its own.
+# The calls after ``fit``, by the group of the case; not all, as each needs traces of its own.
 AFTER = {"batches": ("predict",), "losses": ("evaluate",),
          "weights": ("evaluate", "on batch"), "metrics": ("evaluate",), "models": ("predict",),
          "dtypes": ("evaluate", "predict"), "sweep": ("evaluate", "predict")}
@@ -40,9 +40,15 @@ AFTER = {"batches": ("predict",), "losses": ("evaluate",),
 
 @dataclasses.dataclass(frozen=True)
 class Towers:
-    """How many towers, where they merge (one of :data:`MERGES`), what each gets, in what parts.
+    """The towers of a training.
 
-    Towers of several stages merge where their weights are.
+    Attributes:
+      count: the number of towers.
+      merge: the merge device, one of :data:`MERGES`; not used with several stages, whose gradients
+        are merged where their weights are.
+      shares: the ``shares`` of the strategy.
+      micro_batches: the number of micro-batches.
+      stages: the number of stages of each tower.
     """
 
     count: int
@@ -52,7 +58,7 @@ class Towers:
     stages: int = 1
 
     def strategy(self, **options: Any) -> towerstrategy.TowerStrategy:
-        """The strategy, on logical CPU devices; the merge device ``cpu`` is none of the towers'."""
+        """The strategy on logical CPU devices; no tower is on the merge device ``cpu``."""
         if self.stages > 1:
             rows = [[f"CPU:{tower * self.stages + stage}" for stage in range(self.stages)]
                     for tower in range(self.count)]
@@ -73,12 +79,13 @@ class Towers:
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """The worst relative difference of each kind of result, by its name."""
+    """The largest relative difference of each kind of result, by its name."""
 
     by_kind: Mapping[str, float]
 
     @property
     def worst(self) -> float:
+        """The largest of all differences."""
         return max(self.by_kind.values())
 
     def __str__(self) -> str:
@@ -86,7 +93,7 @@ class Difference:
             self.by_kind.items(), key=lambda item: -item[1]))
 
 
-# The last leave half of the towers of a batch of eight rows, or of a remainder, empty.
+# With the last ones, half of the towers get no rows of a batch of eight rows or less.
 UNEQUAL_TOWERS = [Towers(2, "cpu", (3, 1)), Towers(3, "tower 0", (1, 2, 5)),
                   Towers(4, "balanced", (1, .001, 1, .001))]
 IN_PARTS = [Towers(1, "tower 0", micro_batches=4), Towers(2, "cpu", micro_batches=2)]
@@ -94,19 +101,20 @@ STAGED = [Towers(1, stages=2), Towers(1, stages=3, micro_batches=4),
           Towers(2, stages=2, micro_batches=2)]
 ALL_TOWERS = [*(Towers(count, merge) for count in (1, 2, 3, 4, 5, 8) for merge in MERGES),
               *UNEQUAL_TOWERS, *IN_PARTS, *STAGED]
-# One of these a case, in turn, is what ``make test`` and ``make test-all`` run.
+# ``make test`` and ``make test-all`` run each case on one of these, in turn.
 CORE_TOWERS = [Towers(3, "cpu"), Towers(4, "tower 0"), Towers(3, "balanced"), Towers(4, "cpu"),
                Towers(1, "cpu"), Towers(4, "balanced"), Towers(3, "tower 0"), *UNEQUAL_TOWERS,
                *IN_PARTS]
 
 
-# What a model that cannot be cut into stages by itself is refused with.
+# The errors for models that cannot be cut into stages automatically.
 UNCUT = re.compile("cannot be cut into the|layer.s. for them")
 
 
 def core() -> list[tuple[cases.Case, str, Towers]]:
-    """The core: every case, wide ones last, in Keras versions and on towers that take turns."""
-    # The versions change places from round to round, so that each meets all towers.
+    """Every case, wide ones last, each in one Keras version and on one choice of towers, in turn.
+    """
+    # The order of the versions changes from round to round, so that each runs on all towers.
     ordered = sorted(cases.CASES.values(), key=lambda case: case.wide)
     return [(case, case.keras[(number + number // len(CORE_TOWERS)) % len(case.keras)],
              CORE_TOWERS[number % len(CORE_TOWERS)]) for number, case in enumerate(ordered)]
@@ -118,19 +126,20 @@ def keras_module(name: str) -> Any:
 
 
 def compare(case: cases.Case, keras: Any, towers: Towers, jit_compile: bool = False) -> Difference:
-    """Trains ``case`` on one device (once a process) and on ``towers``.
+    """Trains ``case`` on one device (once per process) and on ``towers``; returns the difference.
 
-    With XLA one device goes without, and draws other numbers than it would with XLA; but a single
-    tower on the default device is compiled as one device is, and is held against that.
+    With ``jit_compile``, one device still trains without XLA, with which it would draw other random
+    numbers.  But a single tower on the default device is compiled as a whole, as one device is: it
+    is compared with one device with XLA.
     """
     strategy = towers.strategy(**case.strategy)
-    alike = jit_compile and strategy.extended.placement.compiles
-    wanted = _single(case.name, keras.__name__, alike)
-    return apart(train(case, keras, strategy, jit_compile), wanted)
+    compiled_alike = jit_compile and strategy.extended.placement.compiles
+    wanted = _single(case.name, keras.__name__, compiled_alike)
+    return differences(train(case, keras, strategy, jit_compile), wanted)
 
 
-def apart(got: Mapping[str, Any], wanted: Mapping[str, Any]) -> Difference:
-    """How far two trainings' results are from one another."""
+def differences(got: Mapping[str, Any], wanted: Mapping[str, Any]) -> Difference:
+    """The differences of the results of two trainings."""
     return Difference({
         kind: difference(got[kind], wanted[kind], WEIGHT_FLOOR if "weights" in kind else FLOOR)
         for kind in wanted})
@@ -138,6 +147,7 @@ def apart(got: Mapping[str, Any], wanted: Mapping[str, Any]) -> Difference:
 
 @functools.cache
 def _single(case_name: str, keras_name: str, jit_compile: bool = False) -> dict[str, Any]:
+    """The results of training on one device; checks that the weights have moved."""
     case = cases.CASES[case_name]
     results = train(case, keras_module(keras_name), None, jit_compile)
     if case.moves:
@@ -147,23 +157,22 @@ def _single(case_name: str, keras_name: str, jit_compile: bool = False) -> dict[
     return results
 
 
-def forget() -> None:
-    """Lets go of the single-device results that :func:`compare` has kept."""
+def clear_cache() -> None:
+    """Drops the results of one device that :func:`compare` keeps."""
     _single.cache_clear()
 
 
 def train(case: cases.Case, keras: Any,
           strategy: tf.distribute.Strategy | None, jit_compile: bool = False) -> dict[str, Any]:
-    """Trains ``case`` from a fixed seed, with XLA where ``jit_compile`` says so.
+    """Trains ``case`` from a fixed seed.
 
     Returns:
       Nests of arrays: ``initial weights``, ``weights``, ``optimizer`` (its variables), ``epoch
-      logs`` (validation's included), ``batch logs`` (what a callback saw in
-      ``on_train_batch_end``), what the run's ``seen`` gave, and what :data:`AFTER` asks for:
-      ``evaluate``, ``predict``, ``on batch`` (``test_on_batch``, ``train_on_batch``,
-      ``predict_on_batch``, then the weights).
+      logs`` (also of validation), ``batch logs`` (from ``on_train_batch_end``), the results of the
+      run's ``seen``, and those of the calls in :data:`AFTER`: ``evaluate``, ``predict``, ``on
+      batch`` (``test_on_batch``, ``train_on_batch``, ``predict_on_batch``, then the weights).
     """
-    # Not with Keras 3's own gc.collect(): of all that the process holds it takes half a second.
+    # Keras 3 would call gc.collect(), which takes half a second in this process.
     keras.backend.clear_session(*[False] * cases.is_keras_3(keras))
     keras.utils.set_random_seed(SEED)
     with dtypes.policy(keras, case.policy):
@@ -176,20 +185,21 @@ def train(case: cases.Case, keras: Any,
 
 
 def _results(keras: Any, run: cases.Run, after: Sequence[str]) -> dict[str, Any]:
-    model, seen, epochs = run.model, _batch_logs(keras), []
+    """Fits the model of a run and calls the methods ``after``; see :func:`train`."""
+    model, batch_logs, epochs = run.model, _batch_logs(keras), []
     results: dict[str, Any] = {"initial weights": _arrays(model.get_weights())}
     labels = {} if run.y is None else {"y": run.y}
     weights = {} if run.weights is None else {"sample_weight": run.weights}
     for fit in run.fits:
         arguments = {"batch_size": 8, "epochs": 2, "shuffle": False, "verbose": 0,
                      **run.fit, **fit, **labels, **weights}
-        history = model.fit(run.x, callbacks=[seen, *run.callbacks()], **arguments)
+        history = model.fit(run.x, callbacks=[batch_logs, *run.callbacks()], **arguments)
         epochs.append(_without_time(history.history))
     results["weights"] = _arrays(model.get_weights())
     if not results["initial weights"]:
         results["initial weights"] = [np.zeros_like(array) for array in results["weights"]]
     results["optimizer"] = _arrays(_variables(model.optimizer))
-    results["epoch logs"], results["batch logs"] = epochs, seen.logs
+    results["epoch logs"], results["batch logs"] = epochs, batch_logs.logs
     results.update(run.seen(model))
     size = run.fit.get("batch_size", 8)
     finite = {} if run.fit.get("steps_per_epoch") is None else {"steps": 3}
@@ -204,7 +214,7 @@ def _results(keras: Any, run: cases.Run, after: Sequence[str]) -> dict[str, Any]
 
 
 def _on_batch(run: cases.Run, labels: Any, weights: Any) -> list[Any]:
-    """The ``*_on_batch`` methods, with the first 7 rows."""
+    """The results of the ``*_on_batch`` methods with the first 7 rows."""
     x, labels, weights = tf.nest.map_structure(lambda array: array[:7], (run.x, labels, weights))
     model = run.model
     return [model.test_on_batch(x, **labels, **weights, return_dict=True),
@@ -213,7 +223,7 @@ def _on_batch(run: cases.Run, labels: Any, weights: Any) -> list[Any]:
 
 
 def difference(got: Any, wanted: Any, floor: float = FLOOR) -> float:
-    """The worst relative difference between two nests of arrays."""
+    """The largest relative difference of two nests of arrays."""
     try:
         tf.nest.assert_same_structure(got, wanted)
     except (TypeError, ValueError):
@@ -240,8 +250,10 @@ def _arrays(values: Any) -> list[np.ndarray]:
 
 
 def _variables(optimizer: Any) -> list[Any]:
-    held = optimizer.variables
-    return list(held() if callable(held) and not isinstance(held, list) else held)
+    """The optimizer's variables: a property, or a method in older versions of Keras."""
+    variables = optimizer.variables
+    is_method = callable(variables) and not isinstance(variables, list)
+    return list(variables() if is_method else variables)
 
 
 def _features(x: Any) -> Any:
@@ -255,7 +267,7 @@ def _without_time(logs: Mapping[str, Any]) -> dict[str, Any]:
 
 def _batch_logs(keras: Any) -> Any:
     class BatchLogs(keras.callbacks.Callback):
-        """Keeps what ``on_train_batch_end`` gets."""
+        """Keeps the logs of ``on_train_batch_end``."""
 
         def __init__(self) -> None:
             super().__init__()

@@ -170,7 +170,7 @@ def compare_items(keras: Any, *items: sweep_cases.Item) -> Found:
         got = runner.train(case, keras, TOWERS.strategy())
     except Exception:  # an item that fails is a line, and the others go on
         return Found(name, keras.__name__, float("inf"), 0.0, traceback.format_exc())
-    found = runner.apart(got, wanted)
+    found = runner.differences(got, wanted)
     logs = {name: runner.difference(got["epoch logs"][0].get(name), values)
             for name, values in wanted["epoch logs"][0].items()}
     return Found(name, keras.__name__, found.worst, case.bound,

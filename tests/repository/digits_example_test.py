@@ -36,7 +36,7 @@ class DigitsTest(parameterized.TestCase):
         strategy = towerstrategy.TowerStrategy(["CPU:1", "CPU:2", "CPU:3"], merge_device="CPU:0")
         which.utils.set_random_seed(1)
         towers, alone, difference = digits.train_twins(which, strategy, x[:87], y[:87], epochs=1)
-        self.assertLess(difference, digits.MOST_WEIGHT_DIFFERENCE)
+        self.assertLess(difference, digits.MAX_WEIGHT_DIFFERENCE)
         self.assertAlmostEqual(towers["loss"][0], alone["loss"][0], places=5)
 
         with strategy.scope():
@@ -45,7 +45,7 @@ class DigitsTest(parameterized.TestCase):
         with tempfile.TemporaryDirectory() as folder:
             path = pathlib.Path(folder) / "digits.keras"
             reloaded = digits.reload_difference(which, model, path, x_test[:50])
-        self.assertLess(reloaded, digits.MOST_PREDICTION_DIFFERENCE)
+        self.assertLess(reloaded, digits.MAX_PREDICTION_DIFFERENCE)
 
         flow = digits.flow_of(strategy, model, x, y)
         self.assertEqual(flow.rows, [17, 17, 16])

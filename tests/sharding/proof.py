@@ -1,11 +1,12 @@
-"""Proves the table of rules: runs an operation whole and in uneven pieces, for all specs.
+"""Proves the table of rules: runs operations on one device and sharded unevenly, for all specs.
 
-Goes in: a :class:`Sample`, an operation with arrays to feed it.  Comes out: an :class:`Outcome`,
-how often a rule claimed a plan, and each claim that was wrong.
+Goes in: a :class:`Sample`, an operation with arrays as inputs.  Comes out: an :class:`Outcome`: the
+number of claims, and the claims that are wrong.  A claim is a combination of specs of the inputs
+for which the rule gives a plan.
 
-An input of a sample can be sharded along each dimension whose size is a multiple of :data:`BATCH`.
-Each combination of specs that the inputs can have is propagated, emitted on four towers, one of
-them without rows, and run: what the towers have must make up what one device has.
+An input can be sharded along each dimension whose size is a multiple of :data:`BATCH`.  Each
+combination of specs is propagated, partitioned over four towers, one of them without rows, and run.
+The towers' tensors must be parts of one device's tensor, as their spec says.
 """
 
 from __future__ import annotations
@@ -44,22 +45,22 @@ from towerstrategy.sharding.values import Value
 BATCH = 6
 ROWS = (3, 0, 2, 1)  # of each tower
 NONE_EMPTY = (2, 1, 1, 2)
-CHOSEN = {ROWS: (2, 1, 0, 3), NONE_EMPTY: (1, 3, 1, 1)}  # the towers' of a group of examples
+CHOSEN = {ROWS: (2, 1, 0, 3), NONE_EMPTY: (1, 3, 1, 1)}  # the rows of a group of chosen examples
 KINDS_OF_SHAPES = 5  # see _shapes
-COMBINATIONS = 60  # with more than this, groups and unknown sizes of examples are left out
+MAX_COMBINATIONS = 60  # with more, groups of chosen examples and unknown ``times`` are not tried
 BOUNDS = {tf.float64: 1e-12, tf.complex128: 1e-12, tf.float16: 1e-2, tf.bfloat16: 3e-2}
-_ACROSS = {"sum": np.sum, "max": np.max, "min": np.min, "and": np.all, "or": np.any}
+_REDUCERS = {"sum": np.sum, "max": np.max, "min": np.min, "and": np.all, "or": np.any}
 
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """An operation and what it is fed.
+    """An operation and its inputs.
 
     Attributes:
       type: the type of the operation whose rule is proved.
-      call: makes it, of placeholders; what is around it is part of the proof.
-      arrays: what the placeholders are fed.
-      title: what tells it from other samples of the type.
+      call: makes the operation from placeholders; operations around it are part of the proof.
+      arrays: the values of the placeholders.
+      title: distinguishes the sample from others of the type.
     """
 
     type: str
@@ -70,12 +71,12 @@ class Sample:
 
 @dataclasses.dataclass
 class Outcome:
-    """What came of a sample.
+    """The result of a sample.
 
     Attributes:
-      claims: how many combinations of specs a rule gave a plan for.
-      wrong: what is wrong with which of them.
-      needs_rows: whether some failed to run only because a tower has no rows.
+      claims: the number of combinations of specs for which the rule gave a plan.
+      wrong: a message for each wrong claim.
+      needs_rows: whether a claim failed to run only because a tower has no rows.
     """
 
     claims: int = 0
@@ -84,30 +85,37 @@ class Outcome:
 
 
 def prove(sample: Sample, most: int | None = None, kinds: int = KINDS_OF_SHAPES) -> Outcome:
-    """Runs what the table claims of a sample: all of it, or ``most`` claims, drawn at random.
+    """Runs the claims of the table for a sample.
 
-    ``kinds`` says of how many kinds static shapes are: known, and others drawn at random.
+    Args:
+      sample: the sample.
+      most: the number of claims to run, drawn at random; None for all.
+      kinds: the number of kinds of static shapes to try: known shapes, and others drawn at random.
     """
     outcome = Outcome()
-    found = list(itertools.islice(_claims(sample, kinds), most))
-    outcome.claims = len(found)
-    for claim, problem, raised in _tried(sample, found, ROWS):
+    claims = list(itertools.islice(_claims(sample, kinds), most))
+    outcome.claims = len(claims)
+    for claim, problem, raised in _run_claims(sample, claims, ROWS):
         if raised:
-            ((_, again, _),) = _tried(sample, [claim], NONE_EMPTY)
-            if not again:
+            ((_, problem_with_rows, _),) = _run_claims(sample, [claim], NONE_EMPTY)
+            if not problem_with_rows:
                 outcome.needs_rows = True
                 continue
         if problem:
             outcome.wrong.append(
-                f"{sample.type}({sample.title}) of {_said(sample, claim)}: {problem}"
+                f"{sample.type}({sample.title}) of {_claim_text(sample, claim)}: {problem}"
             )
     return outcome
 
 
-def _said(sample: Sample, claim: Layout) -> str:
-    inputs = [f"{tensor.shape} {shown(claim.specs[tensor.name])}" for tensor in claim.graph.inputs]
+def _claim_text(sample: Sample, claim: Layout) -> str:
+    """The inputs of a claim and its plans, for a message."""
+    inputs = [
+        f"{tensor.shape} {format_specs(claim.specs[tensor.name])}"
+        for tensor in claim.graph.inputs
+    ]
     plans = [
-        f"{shown(*plan.takes)} -> {shown(*plan.gives)}"
+        f"{format_specs(*plan.takes)} -> {format_specs(*plan.gives)}"
         for operation in claim.order
         if operation.type == sample.type
         for plan in [claim.plans.get(operation.name)]
@@ -116,13 +124,15 @@ def _said(sample: Sample, claim: Layout) -> str:
     return f"{'; '.join(inputs)} by {' | '.join(dict.fromkeys(plans))}"
 
 
-def shown(*specs: Spec) -> str:
-    """Specs in a few letters."""
-    return ", ".join(f"{type(spec).__name__}({', '.join(map(str, _told(spec)))})" for spec in specs)
+def format_specs(*specs: Spec) -> str:
+    """The specs as a short text."""
+    return ", ".join(
+        f"{type(spec).__name__}({', '.join(map(str, _changed_fields(spec)))})" for spec in specs
+    )
 
 
-def _told(spec: Spec) -> list[Any]:
-    """What of a spec is not as by default."""
+def _changed_fields(spec: Spec) -> list[Any]:
+    """The values of the fields of a spec that differ from their defaults."""
     return [
         getattr(spec, field.name)
         for field in dataclasses.fields(spec)
@@ -134,9 +144,9 @@ def _told(spec: Spec) -> list[Any]:
 
 
 def _claims(sample: Sample, kinds: int) -> Iterator[Layout]:
-    """The layouts of a sample in which the table has a plan for its operation."""
+    """The layouts of a sample in which the rule gives a plan for its operation."""
     choices = [_specs_of(array) for array in sample.arrays]
-    if np.prod([len(choice) for choice in choices]) > COMBINATIONS:
+    if np.prod([len(choice) for choice in choices]) > MAX_COMBINATIONS:
         choices = [
             [
                 spec
@@ -147,13 +157,13 @@ def _claims(sample: Sample, kinds: int) -> Iterator[Layout]:
         ]
     traced = functools.cache(lambda shapes: _traced(sample, shapes))
     draws = random.Random(sample.title)
-    chosen = [0, *draws.sample(range(1, KINDS_OF_SHAPES), kinds - 1)]
+    chosen_kinds = [0, *draws.sample(range(1, KINDS_OF_SHAPES), kinds - 1)]
     cases = [
         (specs, shapes)
         for specs in itertools.product(*choices)
         if specs != (REPLICATED,) * len(specs)
-        for every in [list(_shapes(sample.arrays, specs))]
-        for shapes in dict.fromkeys(every[kind] for kind in chosen)
+        for by_kind in [list(_shapes(sample.arrays, specs))]
+        for shapes in dict.fromkeys(by_kind[kind] for kind in chosen_kinds)
     ]
     draws.shuffle(cases)
     for specs, shapes in cases:
@@ -162,7 +172,7 @@ def _claims(sample: Sample, kinds: int) -> Iterator[Layout]:
             continue
         layout = propagate(graph, specs)
         if any(
-            plan is None  # it is left out
+            plan is None  # an identity, which the partition omits
             or not plan.once
             or not all(isinstance(spec, Replicated) for spec in plan.gives)
             for operation in graph.get_operations()
@@ -173,7 +183,7 @@ def _claims(sample: Sample, kinds: int) -> Iterator[Layout]:
 
 
 def _specs_of(array: np.ndarray) -> list[Spec]:
-    """What an input with these values can be."""
+    """The specs that an input with these values can have."""
     specs: list[Spec] = [REPLICATED]
     for dim, size in enumerate(array.shape):
         if size and size % BATCH == 0:
@@ -201,7 +211,11 @@ def _specs_of(array: np.ndarray) -> list[Spec]:
 
 
 def _shapes(arrays: Sequence[np.ndarray], specs: Sequence[Spec]) -> Iterator[tuple[Any, ...]]:
-    """Static shapes: all known; rows open; all open that could be rows or one; no rank."""
+    """The static shapes of each kind.
+
+    Known; unknown in sharded dimensions; unknown in dimensions that could be rows, or of size 1;
+    only the rank known; no rank.
+    """
     yield tuple(array.shape for array in arrays)
     yield tuple(
         tuple(
@@ -219,7 +233,7 @@ def _shapes(arrays: Sequence[np.ndarray], specs: Sequence[Spec]) -> Iterator[tup
 
 
 def _traced(sample: Sample, shapes: Sequence[Any]) -> Any:
-    """The graph of the operation; None if it needs to know more of the shapes."""
+    """The graph of the operation; None if it cannot be traced with these unknown shapes."""
     types = [tf.TensorSpec(shape, _dtype(array)) for shape, array in zip(shapes, sample.arrays)]
     try:
         return _tf.trace(sample.call, types, sample.type)
@@ -233,36 +247,41 @@ def _dtype(array: np.ndarray) -> tf.DType:
     return tf.string if array.dtype.kind in "OSU" else tf.as_dtype(array.dtype)
 
 
-# Whole and in pieces.
+# On one device and sharded.
 
 
-def _tried(
+def _run_claims(
     sample: Sample, claims: Sequence[Layout], rows: tuple[int, ...]
 ) -> list[tuple[Layout, str, bool]]:
-    """For each claim what is wrong with it, "" if nothing is, and whether it failed to run."""
+    """Runs claims on towers with ``rows``.
+
+    Returns:
+      For each claim: the claim, what is wrong with it ("" if nothing is), and whether TensorFlow
+      failed to run it.
+    """
     if not claims:
         return []
     try:
         with tf.Graph().as_default() as graph:
             emitter = _Emitter(sample, rows)
-            made = [emitter.emit(claim) for claim in claims]
+            emitted = [emitter.emit(claim) for claim in claims]
             emitter.finish()
-            expected = _whole(sample)
-    except Exception as error:  # whatever a rule or what emits it raises is the finding
+            expected = _on_one_device(sample)
+    except Exception as error:  # any error of a rule or of the partition makes the claim wrong
         if len(claims) == 1:
             return [(claims[0], f"raised {type(error).__name__}: {str(error)[:300]}", False)]
-        return [judged for claim in claims for judged in _tried(sample, [claim], rows)]
+        return [result for claim in claims for result in _run_claims(sample, [claim], rows)]
     with tf.compat.v1.Session(graph=emulated.with_kernels(graph), config=_config()) as session:
         wanted = _run(session, expected)
         try:
-            got = _run(session, [one.fetches for one in made])
+            got = _run(session, [one.fetches for one in emitted])
         except tf.errors.OpError:
-            got = [_ran(session, one) for one in made]
+            got = [_run_or_error(session, one) for one in emitted]
     return [
         (claim, f"failed: {str(result)[:200]}", True)
         if isinstance(result, Exception)
         else (claim, one.problem(result, wanted), False)
-        for claim, one, result in zip(claims, made, got)
+        for claim, one, result in zip(claims, emitted, got)
     ]
 
 
@@ -270,9 +289,9 @@ def _run(session: Any, tensors: Any) -> Any:
     return session.run(tf.nest.map_structure(lambda tensor: tensor.name, tensors))
 
 
-def _ran(session: Any, one: _Emitted) -> Any:
+def _run_or_error(session: Any, emitted: _Emitted) -> Any:
     try:
-        return _run(session, one.fetches)
+        return _run(session, emitted.fetches)
     except tf.errors.OpError as error:
         return error
 
@@ -286,22 +305,22 @@ def _config() -> Any:
     return config
 
 
-def _whole(sample: Sample) -> list[tf.Tensor]:
-    """What one device makes."""
+def _on_one_device(sample: Sample) -> list[tf.Tensor]:
+    """The outputs of the operation on one device."""
     results = sample.call(*[tf.constant(array, _dtype(array)) for array in sample.arrays])
     return [
         result
         for result in tf.nest.flatten(results, expand_composites=True)
-        if isinstance(result, tf.Tensor) and _is_shown(result)
+        if isinstance(result, tf.Tensor) and _can_be_fetched(result)
     ]
 
 
-def _is_shown(tensor: tf.Tensor) -> bool:
+def _can_be_fetched(tensor: tf.Tensor) -> bool:
     return tensor.dtype not in (tf.variant, tf.resource)
 
 
 class _Emitter:
-    """Emits claims into the graph at hand, with one import."""
+    """Makes the towers' operations of claims in the default graph, with one import."""
 
     def __init__(self, sample: Sample, rows: tuple[int, ...]) -> None:
         self._sample, self._rows = sample, rows
@@ -315,35 +334,35 @@ class _Emitter:
             scopes=[f"tower_{at}/" for at in range(len(rows))],
             counts=counts.__getitem__,
         )
-        self._refs: dict[Any, list[Any]] = {}
-        self._made: list[_Emitted] = []
+        self._refs: dict[Any, list[Any]] = {}  # the constants for each input and spec
+        self._emitted: list[_Emitted] = []
 
     def emit(self, claim: Layout) -> _Emitted:
-        """Makes the nodes of a claim."""
+        """Adds the nodes of a claim."""
         inputs = [
-            self._fed(index, claim.specs[tensor.name], tensor.shape)
+            self._input(index, claim.specs[tensor.name], tensor.shape)
             for index, tensor in enumerate(claim.graph.inputs)
         ]
         values = Partition(self._towers).run(_with_all_parts(claim), inputs)
-        shown = [
+        outputs = [
             (value, claim.specs[tensor.name])
             for value, tensor in zip(values, claim.graph.outputs)
-            if _is_shown(tensor)
+            if _can_be_fetched(tensor)
         ]
-        self._made.append(_Emitted(shown, self._rows))
-        return self._made[-1]
+        self._emitted.append(_Emitted(outputs, self._rows))
+        return self._emitted[-1]
 
     def finish(self) -> None:
-        """Imports all of them."""
+        """Imports all nodes and finds their tensors."""
         self._builder.finish()
-        for one in self._made:
-            one.fetches = [
+        for emitted in self._emitted:
+            emitted.fetches = [
                 (self._builder.tensor(whole), list(map(self._builder.tensor, parts)))
-                for whole, parts in one.refs
+                for whole, parts in emitted.refs
             ]
 
-    def _fed(self, index: int, spec: Spec, shape: tf.TensorShape) -> Value:
-        """An input as the towers have it."""
+    def _input(self, index: int, spec: Spec, shape: tf.TensorShape) -> Value:
+        """An input with its parts on the towers."""
         (whole,) = self._constants(index, None, lambda array: [array])
         if isinstance(spec, Replicated):
             return Value(self._towers, spec, shape, lambda: whole)
@@ -357,42 +376,49 @@ class _Emitter:
         )
 
     def _constants(
-        self, index: int, spec: Spec | None, make: Callable[[np.ndarray], list[np.ndarray]]
+        self, index: int, spec: Spec | None, split: Callable[[np.ndarray], list[np.ndarray]]
     ) -> list[Any]:
+        """Constants with the pieces of an input, which claims of the same spec share."""
         if (index, spec) not in self._refs:
             array = self._sample.arrays[index]
             self._refs[index, spec] = [
-                self._builder.take(tf.constant(part, _dtype(array))) for part in make(array)
+                self._builder.take(tf.constant(part, _dtype(array))) for part in split(array)
             ]
         return self._refs[index, spec]
 
 
 class _Emitted:
-    """A claim that was emitted: the nodes of its outputs, whole and each tower's, then tensors."""
+    """The emitted nodes of a claim: for each output, the whole tensor and the towers' parts.
 
-    def __init__(self, shown: Sequence[tuple[Value, Spec]], rows: tuple[int, ...]) -> None:
+    Attributes:
+      specs: the specs of the outputs.
+      refs: for each output, the nodes of the whole tensor and of the parts.
+      fetches: the same as tensors, after :meth:`_Emitter.finish`.
+    """
+
+    def __init__(self, outputs: Sequence[tuple[Value, Spec]], rows: tuple[int, ...]) -> None:
         self._rows = rows
-        self.specs = [spec for _, spec in shown]
+        self.specs = [spec for _, spec in outputs]
         self.refs = [
             (
                 value.whole() if not isinstance(value.spec, ListOf) else value.part(0),
                 [] if isinstance(spec, Axes) else value.parts(),
             )
-            for value, spec in shown
+            for value, spec in outputs
         ]
         self.fetches: list[Any] = []
 
     def problem(self, got: Any, expected: Sequence[np.ndarray]) -> str:
-        """What is wrong with what came out; "" if nothing is."""
+        """What is wrong with the results ``got``; "" if nothing is."""
         for number, ((whole, parts), spec, wanted) in enumerate(zip(got, self.specs, expected)):
-            problem = _difference(whole, wanted) or _ill_formed(parts, spec, wanted, self._rows)
+            problem = _difference(whole, wanted) or _parts_problem(parts, spec, wanted, self._rows)
             if problem:
-                return f"output {number}, {shown(spec)}: {problem}"
+                return f"output {number}, {format_specs(spec)}: {problem}"
         return ""
 
 
 def _with_all_parts(claim: Layout) -> Layout:
-    """The layout, but that each tower's copy of a replicated result can be looked at."""
+    """``claim``, with each tower's copy of a replicated output as an output of its own."""
     names = {tensor.op.name for tensor in claim.graph.outputs}
     used = {tensor.name for operation in claim.order for tensor in operation.inputs}
     plans = dict(claim.plans)
@@ -415,12 +441,12 @@ def _with_all_parts(claim: Layout) -> Layout:
 
 
 def _counts(spec: Sharded | Size, rows: tuple[int, ...], size: int) -> list[int]:
-    """How many positions each tower has of ``size``."""
+    """The number of positions, of ``size``, that each tower has."""
     return [count * (size // BATCH) for count in (CHOSEN[rows] if spec.one_block else rows)]
 
 
 def _pieces(array: np.ndarray, spec: Spec, rows: tuple[int, ...]) -> list[np.ndarray]:
-    """What each tower has of an input."""
+    """The part of an input on each tower."""
     if isinstance(spec, Sharded):
         blocks = np.split(array, spec.blocks, axis=spec.dim)
         counts = _counts(spec, rows, array.shape[spec.dim] // spec.blocks)
@@ -438,7 +464,7 @@ def _pieces(array: np.ndarray, spec: Spec, rows: tuple[int, ...]) -> list[np.nda
 
 
 def _parts(array: np.ndarray, reduction: str) -> list[np.ndarray]:
-    """Arrays of which ``array`` is the sum, maximum, minimum, conjunction or disjunction."""
+    """Random arrays, one per tower, whose reduction by ``reduction`` is ``array``."""
     draws = np.random.default_rng(array.size)
     if reduction == "sum":
         if array.dtype.kind in "iu":
@@ -465,17 +491,17 @@ def _parts(array: np.ndarray, reduction: str) -> list[np.ndarray]:
     ]
 
 
-# What came out.
+# Comparison.
 
 
-def _ill_formed(
+def _parts_problem(
     parts: Sequence[np.ndarray], spec: Spec, wanted: np.ndarray, rows: tuple[int, ...]
 ) -> str:
-    """What is wrong with the towers' values, as parts of ``wanted``."""
+    """What is wrong with the towers' parts of ``wanted``; "" if nothing is."""
     if isinstance(spec, (Sharded, Size)) and isinstance(spec.one_block, Chosen):
         size = wanted.shape[spec.dim] if isinstance(spec, Sharded) else np.ravel(wanted)[spec.at]
         have = [part.shape[spec.dim] if isinstance(spec, Sharded) else int(np.ravel(part)[spec.at])
-                for part in parts]  # of each tower as many as it has chosen
+                for part in parts]  # each tower has as many as it has chosen
         return "" if sum(have) == size or set(have) == {size} == {-1} \
             else f"towers have {have} positions of {size}"
     if isinstance(spec, Sharded):
@@ -490,13 +516,13 @@ def _ill_formed(
         shapes = collections.Counter(part.shape for part in parts)
         if list(shapes) != [wanted.shape]:
             return f"parts of shapes {list(shapes)} of {wanted.shape}"
-        return _difference(_ACROSS[spec.reduction](parts, axis=0), wanted)
+        return _difference(_REDUCERS[spec.reduction](parts, axis=0), wanted)
     if isinstance(spec, Size):
         flat = [np.ravel(part) for part in parts]
         for at, entry in enumerate(np.ravel(wanted)):
             have = [int(part[at]) for part in flat]
             counts = _counts(spec, rows, int(entry)) if at == spec.at else [entry] * len(have)
-            if have != counts and (entry != -1 or set(have) != {-1}):  # -1: open, in a shape
+            if have != counts and (entry != -1 or set(have) != {-1}):  # -1: unknown, in a shape
                 return f"towers have {have} in place of {counts} in entry {at}"
         times = spec.times and spec.times * spec.blocks
         if times is not None and np.ravel(wanted)[spec.at] not in (BATCH * times, -1):
@@ -510,6 +536,7 @@ def _ill_formed(
 
 
 def _difference(got: np.ndarray, wanted: np.ndarray) -> str:
+    """How an array differs from the expected one; "" if it does not."""
     got, wanted = np.asarray(got), np.asarray(wanted)
     if got.shape != wanted.shape:
         return f"shape {got.shape} in place of {wanted.shape}"

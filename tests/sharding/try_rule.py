@@ -1,7 +1,8 @@
-"""``python tests/sharding/try_rule.py Cross``: the proof of one rule, or of some, in seconds.
+"""Proves the rules of some types of operations: ``python tests/sharding/try_rule.py Cross``.
 
-Goes in: types of operations.  Comes out: a line for each of their samples: how many combinations of
-specs the rule claims, then what is wrong.  ``rules_proof_test.py`` does the same for all types.
+Goes in: types of operations.  Comes out: for each of their samples, the number of combinations of
+specs for which the rule gives a plan, then a line for each that is wrong.  It takes seconds;
+``rules_proof_test.py`` does the same for all types.
 """
 
 import importlib
@@ -11,7 +12,7 @@ import towerstrategy
 
 
 def main(types: list[str]) -> int:
-    towerstrategy.split_cpu(8)  # before anything runs, as what writes samples does
+    towerstrategy.split_cpu(8)  # before importing samples, which run operations
     from proof import prove
     from proof_samples import samples
     for cases in ("proof_cases", "proof_cases_algebra", "proof_cases_moves",

@@ -111,7 +111,7 @@ def differences(name: str, keras: str, counts: Any = COUNTS) -> Iterator[tuple[i
     assert moved > 1e-3, f"{name} trains nothing: its weights moved by {moved}"
     for count in counts:
         strategy = runner.Towers(count).strategy(synchronize_batch_norm=True)
-        yield count, runner.apart(runner.train(case, module, strategy), wanted)
+        yield count, runner.differences(runner.train(case, module, strategy), wanted)
 
 
 class ExactnessTest(parameterized.TestCase):
