@@ -1,4 +1,4 @@
-"""Draws what examples/digits.py found: learning curves, and the way of a batch through the towers.
+"""Draws the picture of examples/digits.py: learning curves, and the data flow of a step.
 
 Goes in: training histories and a :class:`Flow`.  Comes out: one PNG.
 """
@@ -18,22 +18,22 @@ from matplotlib import patches, pyplot as plt
 INK, MUTED, GRID = "#1f2933", "#616e7c", "#e4e7eb"
 BLUE, ORANGE = "#1f6fb2", "#d9730d"
 BATCH_FILL, TOWER_FILL, MERGE_FILL = "#e8f1fa", "#fdf3e7", "#eaf6ec"
-MOST_TOWERS = 8  # more of them are drawn as one box that counts the rest
+MAX_BOXES = 8  # of towers; with more towers, the last box stands for all others
 
 History = dict[str, list[float]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Flow:
-    """One training step in rows and bytes.
+    """The rows and bytes of a training step.
 
     Attributes:
-      rows: each tower's rows of the batch.
-      row_bytes: bytes of one row, image and label.
-      towers: each tower's device.
-      merge: where gradients meet and the optimizer runs.
-      gradient_bytes: bytes of one tower's gradients, which are those of the trainable weights.
-      state_bytes: bytes of all weights and of the optimizer's own variables.
+      rows: the rows of each tower.
+      row_bytes: the bytes of an image and its label.
+      towers: the device of each tower.
+      merge: the device that sums gradients and runs the optimizer.
+      gradient_bytes: the bytes of a tower's gradients, as many as those of the trainable weights.
+      state_bytes: the bytes of all weights and of the optimizer's variables.
     """
 
     rows: Sequence[int]
@@ -44,19 +44,19 @@ class Flow:
     state_bytes: int
 
 
-def draw(path: pathlib.Path, flow: Flow, history: History, towers: History, alone: History,
+def draw(path: pathlib.Path, flow: Flow, history: History, towers: History, single: History,
          difference: float) -> None:
     """Writes the picture to ``path``.
 
     Args:
       path: a PNG file.
-      flow: one step.
+      flow: the rows and bytes of a step.
       history: the training with dropout, with validation.
       towers: the training without dropout, on the towers.
-      alone: the same on one device.
+      single: the training without dropout, on one device.
       difference: the largest difference between the weights of these two.
     """
-    boxes = max(2, min(len(flow.towers), MOST_TOWERS))
+    boxes = max(2, min(len(flow.towers), MAX_BOXES))
     style = {"font.size": 10.5, "axes.edgecolor": MUTED, "axes.labelcolor": INK,
              "text.color": INK, "xtick.color": MUTED, "ytick.color": MUTED,
              "axes.spines.top": False, "axes.spines.right": False}
@@ -65,7 +65,7 @@ def draw(path: pathlib.Path, flow: Flow, history: History, towers: History, alon
         figure.get_layout_engine().set(hspace=0.06, wspace=0.04)
         grid = figure.add_gridspec(2, 2, height_ratios=[4, 0.6 + 0.85 * boxes])
         _draw_accuracy(figure.add_subplot(grid[0, 0]), history)
-        _draw_twins(figure.add_subplot(grid[0, 1]), towers, alone, difference)
+        _draw_twins(figure.add_subplot(grid[0, 1]), towers, single, difference)
         _draw_flow(figure.add_subplot(grid[1, :]), flow)
         figure.savefig(path, dpi=130, facecolor="white")
         plt.close(figure)
@@ -85,13 +85,13 @@ def _draw_accuracy(axes: plt.Axes, history: History) -> None:
     axes.legend(loc="lower right", frameon=False)
 
 
-def _draw_twins(axes: plt.Axes, towers: History, alone: History, difference: float) -> None:
+def _draw_twins(axes: plt.Axes, towers: History, single: History, difference: float) -> None:
     epochs = range(1, len(towers["loss"]) + 1)
-    axes.plot(epochs, alone["loss"], color=BLUE, alpha=0.35, linewidth=7, solid_capstyle="round",
+    axes.plot(epochs, single["loss"], color=BLUE, alpha=0.35, linewidth=7, solid_capstyle="round",
               label="one device")
     axes.plot(epochs, towers["loss"], color=ORANGE, linewidth=1.8, marker="o", markersize=3.5,
               label="towers")
-    _title(axes, "Loss without dropout, towers beside one device")
+    _title(axes, "Loss without dropout, towers and one device")
     axes.set_yscale("log")
     _epochs(axes)
     axes.legend(loc="upper right", frameon=False,
@@ -109,7 +109,7 @@ def _epochs(axes: plt.Axes) -> None:
     axes.set_axisbelow(True)
 
 
-# The flow is drawn in units of its own: 120 wide, 10 for each tower.
+# The units of the drawing of the flow: 120 wide, 10 high for each tower.
 _WIDE, _HIGH = 120, 10
 _BOX = {"batch": (1, 19), "tower": (46, 25), "merge": (97, 22)}  # left, width
 
@@ -135,7 +135,7 @@ def _draw_flow(axes: plt.Axes, flow: Flow) -> None:
         _arrow(axes, "tower", "merge", height, middle + 7 * spread, both_ways=True)
     columns = {
         "split, rows in order": ("batch", "tower"),
-        f"← weights, gradients →\n{_size(flow.gradient_bytes)} each, a tower": ("tower", "merge")}
+        f"← weights, gradients →\n{_size(flow.gradient_bytes)} each per tower": ("tower", "merge")}
     for text, (left, right) in columns.items():
         start = sum(_BOX[left])
         axes.text((start + _BOX[right][0]) / 2, top + 0.2, text, ha="center", va="center",
@@ -143,12 +143,12 @@ def _draw_flow(axes: plt.Axes, flow: Flow) -> None:
 
 
 def _tower_lines(flow: Flow) -> list[tuple[str, int]]:
-    """What to write on the towers' boxes, the last one for all that do not fit: title and rows."""
+    """The title and rows of each box; the last box may stand for several towers."""
     towers = [(f"tower {number}, {device}", rows)
               for number, (device, rows) in enumerate(zip(flow.towers, flow.rows))]
-    if len(towers) <= MOST_TOWERS:
+    if len(towers) <= MAX_BOXES:
         return towers
-    shown = MOST_TOWERS - 1
+    shown = MAX_BOXES - 1
     rest = towers[shown:]
     return [*towers[:shown], (f"{len(rest)} more towers", sum(rows for _, rows in rest))]
 

@@ -1,4 +1,4 @@
-"""Keras' second example of ``multi_gpu_model``: built on a GPU, its weights moved to the CPU.
+"""Keras' second example of ``multi_gpu_model``: weights are moved to the CPU.
 
 Goes in: random images.  Comes out: Xception trained on several GPUs.
 

@@ -1,7 +1,7 @@
-"""The output of a layer of a model that ``multi_gpu_model`` made.
+"""Computes the output of a layer on several GPUs, with ``multi_gpu_model``.
 
-Goes in: random images.  Comes out: the features that Xception's last block makes of them, computed
-on several GPUs.  The parallel model has the template's layers, so one is asked for by its name.
+Goes in: random images.  Comes out: the outputs of Xception's last block, computed on several GPUs.
+The parallel model has the layers of the template, so ``get_layer`` finds them by name.
 
     pip install .     # after `make demo`: .venv/bin/python has it
     python examples/multi_gpu_layer_output.py
@@ -25,14 +25,14 @@ def main(argv: Sequence[str] | None = None) -> None:
                                            classes=setting.classes)
     parallel_model = multi_gpu_model(model, gpus=setting.gpus)
 
-    features_of = tf.keras.Model(inputs=parallel_model.input,
-                                 outputs=parallel_model.get_layer("block14_sepconv2_act").output)
-    parallel_features_of = multi_gpu_model(features_of, gpus=setting.gpus)
-    features = parallel_features_of.predict(setting.x, batch_size=setting.batch_size)
+    extractor = tf.keras.Model(inputs=parallel_model.input,
+                               outputs=parallel_model.get_layer("block14_sepconv2_act").output)
+    parallel_extractor = multi_gpu_model(extractor, gpus=setting.gpus)
+    features = parallel_extractor.predict(setting.x, batch_size=setting.batch_size)
 
-    one = features_of.predict(setting.x[:1])
-    print("features:", features.shape, "and from one device the same to",
-          np.abs(features[:1] - one).max())
+    first = extractor.predict(setting.x[:1])
+    print("features:", features.shape, "differ from one device's by",
+          np.abs(features[:1] - first).max())
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Keras' third example of ``multi_gpu_model``: gradients merged on the first GPU (for NVLink).
+"""Keras' third example of ``multi_gpu_model``: gradients are summed on the first GPU (for NVLink).
 
 Goes in: random images.  Comes out: Xception trained on several GPUs.
 

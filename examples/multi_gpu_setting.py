@@ -1,4 +1,4 @@
-"""What the examples of ``multi_gpu_model`` share: their arguments, their towers and their data.
+"""The arguments, towers and data that the examples of ``multi_gpu_model`` share.
 
 Goes in: the command line.  Comes out: a :class:`Setting`.
 """
@@ -15,15 +15,15 @@ import towerstrategy
 
 
 class Setting:
-    """One example's setting.
+    """The towers and data of an example.
 
     Attributes:
-      gpus: what to give to ``multi_gpu_model``: the GPUs, or CPU towers on a machine with fewer
-        than two.
-      shape: of an image.
-      classes: how many.
-      x: random images; y: random labels, one-hot.
-      batch_size: of all towers together.
+      gpus: the argument of ``multi_gpu_model``: the GPUs, or CPU towers on a machine with fewer
+        than two GPUs.
+      shape: the shape of an image.
+      classes: the number of classes.
+      x, y: random images and random labels, one-hot.
+      batch_size: the global batch size.
     """
 
     def __init__(self, description: str, argv: Sequence[str] | None = None) -> None:
@@ -34,17 +34,17 @@ class Setting:
         parser.add_argument("--towers", type=int, default=None,
                             help="GPUs, or CPU towers on a machine with fewer than two GPUs; "
                                  "default: all GPUs, or two CPU towers")
-        given = parser.parse_args(argv)
-        there = len(tf.config.list_physical_devices("GPU"))
-        count = given.towers or max(there, 2)
-        if there >= 2:
+        arguments = parser.parse_args(argv)
+        available = len(tf.config.list_physical_devices("GPU"))
+        count = arguments.towers or max(available, 2)
+        if available >= 2:
             self.gpus = list(range(count))
         else:
             self.gpus = towerstrategy.split_cpu(count)
-        self.shape = (given.image_size, given.image_size, 3)
-        self.classes = given.classes
+        self.shape = (arguments.image_size, arguments.image_size, 3)
+        self.classes = arguments.classes
         random = np.random.default_rng(0)
-        self.x = random.random((given.samples, *self.shape), dtype="float32")
-        labels = random.integers(given.classes, size=given.samples)
-        self.y = tf.keras.utils.to_categorical(labels, given.classes)
+        self.x = random.random((arguments.samples, *self.shape), dtype="float32")
+        labels = random.integers(arguments.classes, size=arguments.samples)
+        self.y = tf.keras.utils.to_categorical(labels, arguments.classes)
         self.batch_size = 32 * count

@@ -1,6 +1,6 @@
-"""Keras' first example of ``multi_gpu_model``: weights on the CPU, merged there.
+"""Keras' first example of ``multi_gpu_model``: weights are on the CPU, and gradients summed there.
 
-Goes in: random images.  Comes out: Xception trained on several GPUs, and saved as a model of one in
+Goes in: random images.  Comes out: Xception trained on several GPUs, and saved as a plain model in
 ``out/my_model.keras``.
 
     pip install .     # after `make demo`: .venv/bin/python has it

@@ -1,15 +1,15 @@
-"""Trains a model that is larger than what each of its devices may hold, laid over four of them.
+"""Trains a model that is larger than the memory limit of a device, over several devices.
 
-Goes in: nothing; every GPU of the machine where there are two or more, else four logical CPU
-devices.  Comes out: the strategy's table, with the bytes of weights and slots on each device
-beside the limit for one; then the training, and how far its weights are from those of one device
+Goes in: nothing.  It uses all GPUs of the machine, if there are two or more, else four logical CPU
+devices.  Comes out: the progress of the training, the strategy's table, the bytes of weights and
+slots on each device and the limit; then the difference of the weights from those of one device
 without a limit.
 
     python examples/one_large_model.py
     TF_USE_LEGACY_KERAS=1 python examples/one_large_model.py     # the same with tf_keras
 
-TensorFlow limits the memory of a GPU, not of a logical CPU device, so the limit is held by
-counting: what is counted is what a training holds from its first step to its last.
+TensorFlow cannot limit the memory of a logical CPU device.  So the example counts the bytes of
+weights and slots, which a training holds from its first step to its last, and checks the limit.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ import tensorflow as tf
 
 import towerstrategy
 
-MOST_BYTES = 8 * 2**20  # of weights and slots, on a device
-MOST_DIFFERENCE = 1e-4
+MAX_BYTES = 8 * 2**20  # of weights and slots on a device
+MAX_DIFFERENCE = 1e-4
 LAYERS, UNITS, ROWS = 12, 384, 96
 
 
 def network() -> Any:
-    """A deep network of dense layers, compiled with Adam, which has two slots a weight."""
+    """A deep network of dense layers, compiled with Adam, which has two slots for each weight."""
     tf.keras.utils.set_random_seed(1)
     model = tf.keras.Sequential([tf.keras.Input([64])], name="large")
     for _ in range(LAYERS):
@@ -39,15 +39,15 @@ def network() -> Any:
     return model
 
 
-def bytes_of_devices(model: Any) -> dict[str, int]:
+def bytes_by_device(model: Any) -> dict[str, int]:
     """The bytes of the model's weights and of its optimizer's slots on each device."""
     slots = model.optimizer.variables
-    held: collections.Counter[str] = collections.Counter()
+    sizes: collections.Counter[str] = collections.Counter()
     for variable in [*model.weights, *(slots() if callable(slots) else slots)]:
         variable = getattr(variable, "value", variable) if hasattr(variable, "path") else variable
-        held[variable.device.rpartition("device:")[2]] += (
+        sizes[variable.device.rpartition("device:")[2]] += (
             variable.shape.num_elements() * variable.dtype.size)
-    return dict(held)
+    return dict(sizes)
 
 
 def main() -> None:
@@ -65,19 +65,19 @@ def main() -> None:
     model.fit(x, y, batch_size=ROWS, epochs=3, shuffle=False, verbose=2)
     print(strategy.describe(model))
 
-    held = bytes_of_devices(model)
-    for device, size in sorted(held.items()):
-        print(f"{device}: {size / 2**20:5.1f} MiB of {MOST_BYTES / 2**20:.0f}")
-    print(f"all:   {sum(held.values()) / 2**20:5.1f} MiB, more than one device may hold")
-    if max(held.values()) > MOST_BYTES or sum(held.values()) <= MOST_BYTES:
-        raise SystemExit("The model is not over the devices as it should be.")
+    sizes = bytes_by_device(model)
+    for device, size in sorted(sizes.items()):
+        print(f"{device}: {size / 2**20:5.1f} MiB of {MAX_BYTES / 2**20:.0f}")
+    print(f"all:   {sum(sizes.values()) / 2**20:5.1f} MiB, more than the limit of a device")
+    if max(sizes.values()) > MAX_BYTES or sum(sizes.values()) <= MAX_BYTES:
+        raise SystemExit("The model is not distributed over the devices as it should be.")
 
-    alone = network()
-    alone.fit(x, y, batch_size=ROWS, epochs=3, shuffle=False, verbose=0)
-    apart = max(float(np.abs(one - other).max())
-                for one, other in zip(model.get_weights(), alone.get_weights()))
-    print(f"largest difference of a weight from one device's: {apart:.1e}")
-    if apart > MOST_DIFFERENCE:
+    single = network()
+    single.fit(x, y, batch_size=ROWS, epochs=3, shuffle=False, verbose=0)
+    difference = max(float(np.abs(a - b).max())
+                     for a, b in zip(model.get_weights(), single.get_weights()))
+    print(f"largest difference of a weight from one device's: {difference:.1e}")
+    if difference > MAX_DIFFERENCE:
         raise SystemExit("The weights are not those of one device.")
 
 

@@ -1,18 +1,18 @@
-"""The training of ``two_machines.py``, started by Ray Train: 2 workers of 2 CPU towers.
+"""Runs the training of ``two_machines.py`` by Ray Train: 2 workers with 2 CPU towers each.
 
     pip install ".[ray]"
     python examples/ray_train.py
 
-Goes in: a Ray cluster, or none: then Ray starts one on this machine.  Comes out: the accuracy, the
-same on every worker.  Ray's ``TensorflowTrainer`` sets ``TF_CONFIG`` in each worker; nothing else
-is needed.
+Goes in: a Ray cluster; without one, Ray starts a cluster on this machine.  Comes out: the accuracy,
+the same on every worker.  Ray's ``TensorflowTrainer`` sets ``TF_CONFIG`` in each worker; nothing
+else is needed.
 """
 
 
 def train(config):
-    """What runs on each worker.
+    """The training, which runs on each worker.
 
-    It imports what it needs here, for a worker's strategy comes before anything else.
+    It imports its packages itself, as the strategy must be made before TensorFlow initializes.
     """
     import numpy as np
     import tensorflow as tf

@@ -1,7 +1,7 @@
-"""The swap and its result: one small training on one device, and on four with each strategy.
+"""Compares MirroredStrategy and TowerStrategy with one device, by a small training.
 
-Goes in: 990 made-up rows, in batches of 32, so that the last batch has 30.  Comes out: how far the
-weights that each strategy trained on four logical CPU devices are from those of one device.
+Goes in: 990 made-up rows, in batches of 32, so that the last batch has 30.  Comes out: for each
+strategy on four logical CPU devices, the difference of the train weights from one device's.
 
     pip install .     # after `make demo`: .venv/bin/python has it
     python examples/same_as_one_device.py
@@ -13,8 +13,8 @@ import tensorflow as tf
 import towerstrategy
 
 
-def trained(strategy):
-    """All weights of a small network, in a row, after five epochs."""
+def train(strategy):
+    """Trains a small network for five epochs; returns all weights as one vector."""
     tf.keras.utils.set_random_seed(1)
     x = np.random.RandomState(0).rand(990, 8).astype("float32")
     y = np.sin(x.sum(axis=1, keepdims=True))
@@ -29,10 +29,10 @@ def trained(strategy):
 def main():
     devices = towerstrategy.split_cpu(4)
     print("training on one device, then on four with each strategy: half a minute", flush=True)
-    one_device = trained(tf.distribute.get_strategy())
+    one_device = train(tf.distribute.get_strategy())
     for strategy in (tf.distribute.MirroredStrategy(devices),
                      towerstrategy.TowerStrategy(devices)):
-        difference = np.abs(trained(strategy) - one_device).max()
+        difference = np.abs(train(strategy) - one_device).max()
         print(f"{type(strategy).__name__:<17} differs from one device by {difference:.1e}",
               flush=True)
 

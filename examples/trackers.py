@@ -1,7 +1,7 @@
-"""Towers in TensorBoard, Weights & Biases and MLflow, with the callbacks that these bring.
+"""Logs trainings on towers to TensorBoard, Weights & Biases and MLflow, with their own callbacks.
 
-Goes in: made-up rows.  Comes out: one training on towers a tracker, none of which sends anything
-anywhere, and what each has kept: the same losses, read back from its files in ``out/trackers``.
+Goes in: made-up rows.  Comes out: a training on towers for each tracker, which sends no data to any
+server, and a check that its files in ``out/trackers`` have the same losses.
 
     pip install ".[trackers]"     # after `make test-libraries`: .venv-libraries has it
     python examples/trackers.py                 # all of them
@@ -27,7 +27,7 @@ EPOCHS = 4
 
 
 def train(strategy, callbacks):
-    """The losses of a small training on the towers."""
+    """Trains a small network on the towers; returns the losses of its epochs."""
     x = np.random.RandomState(0).rand(990, 8).astype("float32")
     y = np.sin(x.sum(axis=1, keepdims=True))
     with strategy.scope():
@@ -40,25 +40,25 @@ def train(strategy, callbacks):
 
 
 def with_tensorboard(strategy):
-    """Keras' callback and TowerReport write to one folder."""
+    """Keras' callback and TowerReport write to one folder; returns losses and logged losses."""
     folder = OUT / "tensorboard"
     losses = train(strategy, [tf.keras.callbacks.TensorBoard(folder, write_graph=False),
                               towerstrategy.TowerReport(log_dir=folder, print_fn=None, most=1.)])
     from tensorboard.backend.event_processing.event_multiplexer import EventMultiplexer
 
-    there = EventMultiplexer().AddRunsFromDirectory(str(folder))
-    there.Reload()
-    print("tensorboard has the runs", *sorted(there.Runs()))
-    rows = [sum(tf.make_ndarray(event.tensor_proto) for event in there.Tensors(run, "towers/rows"))
-            for run in sorted(there.Runs()) if run.startswith("tower_")]
+    events = EventMultiplexer().AddRunsFromDirectory(str(folder))
+    events.Reload()
+    print("tensorboard has the runs", *sorted(events.Runs()))
+    rows = [sum(tf.make_ndarray(event.tensor_proto) for event in events.Tensors(run, "towers/rows"))
+            for run in sorted(events.Runs()) if run.startswith("tower_")]
     print("rows of each tower, all epochs:", *map(int, rows))
-    kept = [float(tf.make_ndarray(event.tensor_proto))
-            for event in there.Tensors("train", "epoch_loss")]
-    return losses, kept[-EPOCHS:]
+    logged = [float(tf.make_ndarray(event.tensor_proto))
+            for event in events.Tensors("train", "epoch_loss")]
+    return losses, logged[-EPOCHS:]
 
 
 def with_wandb(strategy):
-    """Weights & Biases' callback for Keras, and the towers' rows and idle shares as its metrics."""
+    """Weights & Biases' callback for Keras, and the towers' rows and idle time as its metrics."""
     import wandb
     from wandb.integration.keras import WandbMetricsLogger
 
@@ -69,9 +69,9 @@ def with_wandb(strategy):
             if part.is_tower:
                 run.summary[f"{part.name}/rows"] = part.rows
                 run.summary[f"{part.name}/idle_share"] = part.idle
-        kept = run.summary["epoch/loss"]
-    print("wandb has kept", pathlib.Path(run.dir).parent.relative_to(OUT))
-    return losses[-1:], [kept]
+        logged = run.summary["epoch/loss"]
+    print("wandb wrote", pathlib.Path(run.dir).parent.relative_to(OUT))
+    return losses[-1:], [logged]
 
 
 def with_mlflow(strategy):
@@ -89,23 +89,23 @@ def with_mlflow(strategy):
                                 if part.idle is not None}, step=epoch.number)
         mlflow.log_artifact(str(picture))
     client = mlflow.MlflowClient()
-    kept = [metric.value for metric in client.get_metric_history(run.info.run_id, "loss")]
-    print("mlflow has kept", *(file.path for file in client.list_artifacts(run.info.run_id)))
-    return losses, kept
+    logged = [metric.value for metric in client.get_metric_history(run.info.run_id, "loss")]
+    print("mlflow wrote", *(file.path for file in client.list_artifacts(run.info.run_id)))
+    return losses, logged
 
 
 def main():
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     trackers = {"tensorboard": with_tensorboard, "wandb": with_wandb, "mlflow": with_mlflow}
     strategy = towerstrategy.TowerStrategy(towerstrategy.split_cpu(4))
-    asked = sys.argv[1:] or list(trackers)
-    missing = [name for name in asked if importlib.util.find_spec(name) is None]
+    names = sys.argv[1:] or list(trackers)
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:
         sys.exit(f'not installed: {", ".join(missing)}. pip install ".[trackers]" brings them.')
-    for name in asked:
-        losses, kept = trackers[name](strategy)
-        np.testing.assert_allclose(kept, losses, rtol=1e-5)
-        print(f"{name}: {len(kept)} loss(es) kept, as fit told them: {kept[-1]:.5f}")
+    for name in names:
+        losses, logged = trackers[name](strategy)
+        np.testing.assert_allclose(logged, losses, rtol=1e-5)
+        print(f"{name}: {len(logged)} loss(es) logged, the same as those of fit: {logged[-1]:.5f}")
 
 
 if __name__ == "__main__":

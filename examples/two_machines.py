@@ -1,11 +1,11 @@
-"""One worker of a training on several machines: a small network that tells ten kinds apart.
+"""Runs one worker of a training on several machines: a small network that classifies ten kinds.
 
     pip install .     # after `make demo`: .venv/bin/python has it
     python examples/two_machines.py
 
-Goes in: ``TF_CONFIG``, which says which machines there are and which of them this is; see
-``two_machines.sh``.  Without it, the same training on this machine alone.  Comes out: the accuracy,
-the same on every machine, and the weights in ``out/two_machines.weights.h5``, from the chief only.
+Goes in: ``TF_CONFIG``, with the addresses of all machines and the index of this one; see
+``two_machines.sh``.  Without it, the training runs on this machine alone.  Comes out: the accuracy,
+the same on every machine, and the weights in ``out/two_machines.weights.h5``, by the chief only.
 """
 
 import pathlib
@@ -15,12 +15,12 @@ import tensorflow as tf
 
 import towerstrategy
 
-# First thing: a worker's server starts with TensorFlow.  On a machine with GPUs: TowerStrategy().
+# Make the strategy first: it starts the worker's server.  On machines with GPUs: TowerStrategy().
 strategy = towerstrategy.TowerStrategy(towerstrategy.split_cpu(2))
 
 
 def rows(count=1797, features=64):
-    """Rows that every machine makes alike; read yours here."""
+    """Made-up rows, the same on every machine; replace them by your data."""
     random_state = np.random.RandomState(0)
     kinds = random_state.randint(0, 10, count)
     centres = random_state.normal(size=[10, features])

@@ -1,13 +1,13 @@
 #!/bin/sh
-# Two machines on one: two processes that talk over 127.0.0.1, each with two CPU towers.
+# Simulates two machines on one: two processes on 127.0.0.1, each with two CPU towers.
 #
 #     make demo                                  # or any other way to have towerstrategy installed
 #     sh examples/two_machines.sh [FIRST_PORT]
 #
-# Runs the Python that PYTHON names, else that of the environment that is active, else that of .venv.
+# It uses the Python in PYTHON, else that of the active environment, else that of .venv.
 #
-# With real machines, run the last command of worker() once on each: the same "cluster" everywhere,
-# with the machines' addresses, and the machine's own number as "index".
+# On real machines, run the last command of worker() once on each machine, with the addresses of the
+# machines as "cluster" and the machine's own index as "index".
 set -eu
 first=${1:-23450}
 cluster="{\"worker\": [\"127.0.0.1:$first\", \"127.0.0.1:$((first + 1))\"]}"
@@ -19,7 +19,7 @@ if [ -z "${PYTHON:-}" ]; then
     elif [ -x .venv/bin/python ]; then PYTHON=.venv/bin/python; fi
 fi
 "$PYTHON" -c 'import importlib.util as util, sys
-sys.path.remove("")  # here, where towerstrategy lies without being installed
+sys.path.remove("")  # the repository, whose towerstrategy is not installed
 sys.exit(None in map(util.find_spec, ("tensorflow", "towerstrategy")))' || {
     echo "towerstrategy is not installed for $PYTHON: run \`make demo\` first, which makes .venv," \
         "or say which Python has it: PYTHON=... sh $0" >&2

@@ -1,7 +1,7 @@
 # Trains Xception on several GPUs from R, with multi_gpu_model.
 #
-# Goes in: random images.  Comes out: the network trained on the towers, its template saved and read
-# back as a model of one device.
+# Goes in: random images.  Comes out: the network trained on the towers; its template, saved and
+# loaded as a plain model.
 #
 #     make demo                         # makes .venv; reticulate: apt-get install r-cran-reticulate
 #     RETICULATE_PYTHON=.venv/bin/python Rscript examples/xception.R              # small, anywhere
@@ -16,7 +16,7 @@ np <- import("numpy", convert = FALSE)
 tf <- import("tensorflow")
 towerstrategy <- import("towerstrategy")
 
-#' A model like `model`, with the same weights, that trains on several GPUs.
+#' Makes a model that shares the weights of `model` and trains on several GPUs.
 #'
 #' @param model a Keras model
 #' @param gpus NULL (all GPUs), a count, or a vector or list of GPU ids or device strings
@@ -32,7 +32,7 @@ size <- if (length(arguments) > 0) arguments[1] else 71
 classes <- if (length(arguments) > 1) arguments[2] else 4
 samples <- if (length(arguments) > 2) arguments[3] else 8
 
-# R's numbers are doubles; where ints are meant, whole ones are taken.
+# R's numbers are doubles; where ints are needed, towerstrategy accepts whole doubles.
 count <- length(tf$config$list_physical_devices("GPU"))
 gpus <- if (count > 1) as.numeric(count) else towerstrategy$split_cpu(2)
 
@@ -49,11 +49,11 @@ history <- parallel_model$fit(x, y, epochs = 1L, batch_size = 5L, verbose = 0L)
 cat("loss:", unlist(history$history$loss), "\n")
 cat(parallel_model$distribute_strategy$describe(), "\n")
 
-# The template has the trained weights, and saves as a model of one device.
+# The template has the trained weights, and is saved as a plain model.
 path <- file.path(tempdir(), "xception.keras")
 template$save(path)
 loaded <- tf$keras$models$load_model(path)
-# In Python, because Debian's reticulate makes no R arrays of NumPy 2's.
+# In Python, because Debian's reticulate cannot convert arrays of NumPy 2.
 difference <- py_to_r(np$max(np$abs(np$subtract(
   loaded$predict(x, verbose = 0L), parallel_model$predict(x, verbose = 0L))))$item())
 cat("saved, loaded without a strategy: largest difference of a probability", difference, "\n")

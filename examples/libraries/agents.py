@@ -1,10 +1,10 @@
-"""TF-Agents on towers: its ``Learner`` trains a policy by cloning what was seen.
+"""TF-Agents on towers: its ``Learner`` trains a policy by behavioral cloning.
 
-Goes in: made-up observations, and what an expert did.  Comes out: an agent trained by
-``tf_agents.train.learner.Learner(strategy=...)``, beside one device.
+Goes in: made-up observations, and the actions of an expert.  Comes out: an agent trained by
+``tf_agents.train.learner.Learner(strategy=...)``, compared with one device.
 
-TF-Agents 0.19.0 works with Keras 2 only and asks for older releases of other packages, so beside
-TensorFlow 2.21 it is installed alone, with what it imports:
+TF-Agents 0.19.0 works with Keras 2 only and requires older releases of other packages.  For
+TensorFlow 2.21 install it without its dependencies, but with the packages that it imports:
 
     pip install ".[libraries]"     # after `make test-libraries`: .venv-libraries has it
     pip install --no-deps tf-agents gym==0.23.0 gym-notices
@@ -30,29 +30,30 @@ from tf_agents.trajectories import time_step, trajectory
 
 STEPS = 20
 ACTIONS = 3
-MOST_DIFFERENCE = 1e-5
+MAX_DIFFERENCE = 1e-5
 OBSERVATION = tf.TensorSpec([4], tf.float32)
 RANDOM = np.random.default_rng(0)
-SEEN = RANDOM.normal(size=[15 * 12, 4]).astype("float32")
-DONE = np.argmax(SEEN[:, :ACTIONS], axis=1)
+OBSERVATIONS = RANDOM.normal(size=[15 * 12, 4]).astype("float32")
+EXPERT_ACTIONS = np.argmax(OBSERVATIONS[:, :ACTIONS], axis=1)
 
 
 def experience(rows: int) -> tf.data.Dataset:
-    """Batches of ``rows`` experiences, without end."""
-    def whole(seen: tf.Tensor, done: tf.Tensor) -> tuple[trajectory.Trajectory, tuple[()]]:
+    """An endless dataset of batches of ``rows`` trajectories."""
+    def make_trajectory(observation: tf.Tensor, action: tf.Tensor
+                        ) -> tuple[trajectory.Trajectory, tuple[()]]:
         return trajectory.Trajectory(
-            step_type=tf.constant(1), observation=seen, action=tf.cast(done, tf.int32),
+            step_type=tf.constant(1), observation=observation, action=tf.cast(action, tf.int32),
             policy_info=(), next_step_type=tf.constant(1), reward=tf.constant(0.),
             discount=tf.constant(1.)), ()
 
-    return tf.data.Dataset.from_tensor_slices((SEEN, DONE)).map(whole).repeat().batch(
-        rows, drop_remainder=True)
+    steps = tf.data.Dataset.from_tensor_slices((OBSERVATIONS, EXPERT_ACTIONS))
+    return steps.map(make_trajectory).repeat().batch(rows, drop_remainder=True)
 
 
 def train(strategy: tf.distribute.Strategy) -> tuple[list[np.ndarray], float]:
-    """The weights and the last loss."""
+    """Trains an agent; returns the weights and the last loss."""
     tf.keras.utils.set_random_seed(1)
-    rows = 12  # three towers get batches of 4, as they come
+    rows = 12  # each of three towers gets its own batches of 4
     with strategy.scope():
         step = tf.Variable(0, dtype=tf.int64)
         network = sequential.Sequential([tf.keras.layers.Dense(8, activation="tanh"),
@@ -73,13 +74,13 @@ def train(strategy: tf.distribute.Strategy) -> tuple[list[np.ndarray], float]:
 def main() -> None:
     findings = common.Findings("tf_keras", "tf-agents")
     towers = common.towers()
-    alone, together = train(tf.distribute.get_strategy()), train(towers)
-    findings.says("loss after training on the towers", f"{together[1]:.3f}",
-                  np.isfinite(together[1]))
-    findings.at_most("beside one device's", abs(together[1] - alone[1]) / alone[1],
-                     MOST_DIFFERENCE)
-    findings.at_most("weights beside one device's", common.difference(together[0], alone[0]),
-                     MOST_DIFFERENCE)
+    single, on_towers = train(tf.distribute.get_strategy()), train(towers)
+    findings.report("loss after training on the towers", f"{on_towers[1]:.3f}",
+                    np.isfinite(on_towers[1]))
+    findings.at_most("loss, compared with one device", abs(on_towers[1] - single[1]) / single[1],
+                     MAX_DIFFERENCE)
+    findings.at_most("weights, compared with one device",
+                     common.difference(on_towers[0], single[0]), MAX_DIFFERENCE)
     findings.exit()
 
 

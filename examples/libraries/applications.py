@@ -1,7 +1,7 @@
-"""Networks of keras.applications on towers, beside one device.
+"""Networks of keras.applications on towers, compared with one device.
 
-Goes in: random images.  Comes out: for each network how far its weights are from one device's after
-two steps; and the losses of a plain ``fit``.
+Goes in: random images.  Comes out: for each network, the difference of its weights from one
+device's after two steps, and the losses of a plain ``fit``.
 
     pip install ".[libraries]"     # after `make test-libraries`: .venv-libraries has it
     python examples/libraries/applications.py
@@ -22,9 +22,9 @@ import towerstrategy
 CLASSES = 5
 NETWORKS = {"Xception": 71, "ResNet50": 32, "EfficientNetB0": 32, "MobileNetV3Small": 32}
 ROWS = 13  # batches of 8 and 5 rows
-# In float64. Deep networks with batch norm and small batches make much of rounding: ResNet50 on one
-# device is as far from itself when the rows of its batches are in another order.
-MOST_DIFFERENCE = 1e-8
+# In float64.  Deep networks with batch norm and small batches amplify rounding errors: ResNet50 on
+# one device differs as much if the rows of its batches are in another order.
+MAX_DIFFERENCE = 1e-8
 
 
 def network(name: str, **kwargs: Any) -> Any:
@@ -41,48 +41,48 @@ def images(name: str) -> tuple[np.ndarray, np.ndarray]:
             random.integers(CLASSES, size=ROWS))
 
 
-def without_chance(model: Any) -> Any:
-    """The model without random draws, whose seeds are each model's own."""
+def without_dropout(model: Any) -> Any:
+    """The model, compiled, without dropout, as each model has a random seed of its own."""
     for layer in model.layers:
         if isinstance(layer, tf.keras.layers.Dropout):
             layer.rate = 0.0
     model.compile(tf.keras.optimizers.SGD(0.01, momentum=0.9), "sparse_categorical_crossentropy",
-                  jit_compile=False)  # else Keras compiles the one device's with XLA
+                  jit_compile=False)  # else Keras would compile the model on one device with XLA
     return model
 
 
 def weight_difference(strategy: towerstrategy.TowerStrategy, name: str) -> float:
-    """Two steps on the towers and on one device, from the same weights, in float64."""
+    """Trains two steps in float64 from the same weights; returns the difference from one device."""
     policy = tf.keras.mixed_precision.global_policy()
     tf.keras.mixed_precision.set_global_policy("float64")
     tf.keras.backend.set_floatx("float64")
     try:
-        alone = without_chance(network(name))
+        single = without_dropout(network(name))
         with strategy.scope():
-            together = without_chance(network(name))
-        together.set_weights(alone.get_weights())
+            on_towers = without_dropout(network(name))
+        on_towers.set_weights(single.get_weights())
         x, y = images(name)
-        for model in (alone, together):
+        for model in (single, on_towers):
             model.fit(x, y, batch_size=common.BATCH, shuffle=False, verbose=0)
     finally:
         tf.keras.mixed_precision.set_global_policy(policy)
         tf.keras.backend.set_floatx("float32")
-    return common.difference(together.get_weights(), alone.get_weights())
+    return common.difference(on_towers.get_weights(), single.get_weights())
 
 
 def main() -> None:
     findings = common.Findings(tf.keras.Model.__module__.split(".")[0])
     strategy = common.towers()
     for name in sys.argv[1:] or NETWORKS:
-        findings.at_most(f"{name}, weights beside one device's", weight_difference(strategy, name),
-                         MOST_DIFFERENCE)
+        findings.at_most(f"{name}, weights, compared with one device",
+                         weight_difference(strategy, name), MAX_DIFFERENCE)
         with strategy.scope():
             model = network(name)
             model.compile("adam", "sparse_categorical_crossentropy", metrics=["accuracy"])
         x, y = images(name)
         losses = model.fit(x, y, batch_size=common.BATCH, epochs=2, verbose=0).history["loss"]
-        findings.says(f"{name}, fit", f"losses {losses[0]:.3f}, {losses[1]:.3f}",
-                      bool(np.all(np.isfinite(losses))))
+        findings.report(f"{name}, fit", f"losses {losses[0]:.3f}, {losses[1]:.3f}",
+                        bool(np.all(np.isfinite(losses))))
         tf.keras.backend.clear_session()
     findings.exit()
 

@@ -1,7 +1,7 @@
-"""What the examples of other libraries share: towers, and a look at what came out.
+"""The strategy and the checks that the examples of other libraries share.
 
-Goes in: how many towers, and what was found.  Comes out: a ``TowerStrategy`` on the GPUs, or on
-logical CPU devices where there are fewer than two; lines of findings, each beside its bound.
+Goes in: the results of an example.  Comes out: a ``TowerStrategy`` on the GPUs, or on logical CPU
+devices if there are fewer than two GPUs; a line for each check, and the exit status.
 """
 
 from __future__ import annotations
@@ -24,37 +24,37 @@ BATCH = 8  # three towers get 3, 3 and 2 rows
 
 
 def towers() -> towerstrategy.TowerStrategy:
-    """All GPUs, or three towers on the CPU where there are fewer than two GPUs."""
+    """A strategy on all GPUs, or on three CPU towers if there are fewer than two GPUs."""
     if len(tf.config.list_physical_devices("GPU")) > 1:
         return towerstrategy.TowerStrategy()
     return towerstrategy.TowerStrategy(towerstrategy.split_cpu(TOWERS))
 
 
-def difference(some: Sequence[Any], others: Sequence[Any]) -> float:
-    """The largest difference between two lists of arrays, relative to an array's largest value.
+def difference(arrays: Sequence[Any], references: Sequence[Any]) -> float:
+    """The largest difference of two lists of arrays, relative to an array's largest entry.
 
-    Arrays of values below 1e-3 count as if that were their largest: a bias before batch norm, whose
-    gradient is zero in theory, holds rounding errors alone.
+    The largest entry counts as at least 1e-3: a bias before batch norm, whose gradient is zero in
+    theory, has only rounding errors.
     """
-    pairs = [(np.asarray(one, "float64"), np.asarray(other, "float64"))
-             for one, other in zip(some, others, strict=True)]
-    return max(float(np.max(np.abs(one - other)) / max(np.max(np.abs(other)), 1e-3))
-               for one, other in pairs if one.size)
+    pairs = [(np.asarray(array, "float64"), np.asarray(reference, "float64"))
+             for array, reference in zip(arrays, references, strict=True)]
+    return max(float(np.max(np.abs(array - reference)) / max(np.max(np.abs(reference)), 1e-3))
+               for array, reference in pairs if array.size)
 
 
 def twins(strategy: towerstrategy.TowerStrategy, make: Callable[[], Any]) -> tuple[Any, Any]:
-    """The model that ``make`` builds on the towers, and on one device, with the same weights."""
-    alone = make()
+    """Two models of ``make`` with the same weights: one on the towers, one on one device."""
+    single = make()
     with strategy.scope():
-        together = make()
-    together.set_weights(alone.get_weights())
-    return together, alone
+        on_towers = make()
+    on_towers.set_weights(single.get_weights())
+    return on_towers, single
 
 
 class Findings:
-    """Prints what is found, and remembers whether all of it is as promised.
+    """Prints the results of checks, and remembers whether all are right.
 
-    From then on a TowerWarning is an error: the examples' losses are right.
+    It turns each TowerWarning into an error, as the losses of the examples are right.
     """
 
     def __init__(self, *packages: str) -> None:
@@ -64,14 +64,14 @@ class Findings:
                         for package in ("towerstrategy", "tensorflow", *packages)))
 
     def at_most(self, what: str, value: float, bound: float) -> None:
-        """A difference and what it may be."""
-        self.says(what, f"{value:.1e} (at most {bound:.0e})", value <= bound)
+        """Reports a difference, which must be at most ``bound``."""
+        self.report(what, f"{value:.1e} (at most {bound:.0e})", value <= bound)
 
-    def says(self, what: str, text: str, good: bool = True) -> None:
-        """Anything else."""
+    def report(self, what: str, text: str, good: bool = True) -> None:
+        """Reports any other result."""
         self.good = self.good and bool(good)
-        print(f"{what}: {text}{'' if good else '   <-- NOT AS PROMISED'}", flush=True)
+        print(f"{what}: {text}{'' if good else '   <-- WRONG'}", flush=True)
 
     def exit(self) -> None:
-        """Ends the script, with an error where something is not as promised."""
+        """Ends the script, with exit status 1 if a result is wrong."""
         raise SystemExit(0 if self.good else 1)

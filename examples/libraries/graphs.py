@@ -1,9 +1,9 @@
-"""Graph networks of Spektral on towers, with a row a graph.
+"""Graph networks of Spektral on towers; each row of a batch is a graph.
 
 Goes in: rings of random nodes, padded to one size.  Comes out: two ``GCNConv`` layers and a sum
-over the nodes, trained by ``fit``, beside one device.
+over the nodes, trained by ``fit``, compared with one device.
 
-Disjoint batches, in which the rows are nodes, cannot be dealt by rows: see docs/libraries.md.
+Disjoint batches, whose rows are nodes, cannot be split by rows: see docs/libraries.md.
 
     pip install ".[libraries]"     # after `make test-libraries`: .venv-libraries has it
     python examples/libraries/graphs.py
@@ -22,7 +22,7 @@ import numpy as np
 import tensorflow as tf
 from spektral import layers, utils
 
-MOST_DIFFERENCE = 1e-5
+MAX_DIFFERENCE = 1e-5
 NODES, GRAPHS = 6, 45
 
 
@@ -37,7 +37,7 @@ def make() -> Any:
 
 
 def rings() -> tuple[list[np.ndarray], np.ndarray]:
-    """Graphs of 3 to 6 nodes with their edges, and what to learn of each: the sum of its nodes."""
+    """Graphs of 3 to 6 nodes with their edges, and their labels: the sum of the nodes' features."""
     random = np.random.default_rng(0)
     nodes, edges = np.zeros([GRAPHS, NODES, 3], "float32"), np.zeros([GRAPHS, NODES, NODES])
     for graph, size in enumerate(random.integers(3, NODES + 1, size=GRAPHS)):
@@ -51,13 +51,13 @@ def main() -> None:
     findings = common.Findings("tf_keras", "spektral")
     tf.keras.utils.set_random_seed(1)
     x, y = rings()
-    together, alone = common.twins(common.towers(), make)
+    on_towers, single = common.twins(common.towers(), make)
     losses = [model.fit(x, y, batch_size=common.BATCH, epochs=4, shuffle=False, verbose=0
-                        ).history["loss"] for model in (together, alone)]
-    findings.says("losses", f"{losses[0][0]:.3f} to {losses[0][-1]:.3f}",
-                  losses[0][-1] < losses[0][0])
-    findings.at_most("weights beside one device's", common.difference(
-        together.get_weights(), alone.get_weights()), MOST_DIFFERENCE)
+                        ).history["loss"] for model in (on_towers, single)]
+    findings.report("losses", f"{losses[0][0]:.3f} to {losses[0][-1]:.3f}",
+                    losses[0][-1] < losses[0][0])
+    findings.at_most("weights, compared with one device", common.difference(
+        on_towers.get_weights(), single.get_weights()), MAX_DIFFERENCE)
     findings.exit()
 
 

@@ -1,8 +1,8 @@
-"""What Keras 3 itself brings for large models and long trainings, on towers.
+"""Features of Keras 3 for large models and long trainings, on towers.
 
-Goes in: random rows.  Comes out: models fine-tuned by LoRA, quantized to int8 and int4, fine-tuned
-once quantized, evaluated by the averages of their weights, and fed by a ``PyDataset`` of several
-workers, each beside the same on one device.
+Goes in: random rows.  Comes out: models that are fine-tuned with LoRA, quantized to int8 and int4,
+fine-tuned after quantization, evaluated with averaged weights, and trained from a ``PyDataset``
+with several workers, each compared with one device.
 
     python examples/libraries/keras_features.py
 """
@@ -17,7 +17,7 @@ import numpy as np
 
 import towerstrategy
 
-MOST_DIFFERENCE = 1e-5
+MAX_DIFFERENCE = 1e-5
 TOKENS, LENGTH = 20, 4
 RANDOM = np.random.default_rng(0)
 X = RANDOM.integers(TOKENS, size=[45, LENGTH])
@@ -25,7 +25,7 @@ Y = RANDOM.normal(size=[45, 1]).astype("float32")
 
 
 def make(**options: Any) -> Any:
-    """A model with one of each kind of layer that has LoRA and can be quantized."""
+    """A model with each kind of layer that supports LoRA and quantization."""
     model = keras.Sequential([
         keras.Input([LENGTH], dtype="int32"),
         keras.layers.Embedding(TOKENS, 8),
@@ -44,66 +44,66 @@ def train(model: Any, **options: Any) -> list[float]:
 
 
 def enable_lora(model: Any) -> None:
-    """LoRA for all layers but the last."""
+    """Enables LoRA for all layers but the last one."""
     for layer in model.layers[:-1]:
         if hasattr(layer, "enable_lora"):
             layer.enable_lora(2)
     model.compile(keras.optimizers.SGD(0.02, momentum=0.9), "mse")
 
 
-def fine_tuned(findings: common.Findings, what: str, together: Any, alone: Any) -> float:
-    """Trains with LoRA: how far from one device's; nothing else of these layers has moved."""
-    for model in (alone, together):
+def fine_tuned(findings: common.Findings, what: str, on_towers: Any, single: Any) -> float:
+    """Trains with LoRA; returns the difference from one device, and checks the frozen weights."""
+    for model in (single, on_towers):
         enable_lora(model)
-    together.set_weights(alone.get_weights())  # their random starts
-    before = [weight.numpy() for weight in together.non_trainable_variables]
-    for model in (alone, together):
+    on_towers.set_weights(single.get_weights())  # LoRA's weights are initialized at random
+    before = [weight.numpy() for weight in on_towers.non_trainable_variables]
+    for model in (single, on_towers):
         train(model)
-    after = [weight.numpy() for weight in together.non_trainable_variables]
-    findings.says(f"{what}, frozen weights", f"{len(after)}, as they were",
-                  len(after) and all(map(np.array_equal, before, after)))
-    return common.difference(together.get_weights(), alone.get_weights())
+    after = [weight.numpy() for weight in on_towers.non_trainable_variables]
+    findings.report(f"{what}, frozen weights", f"{len(after)}, as they were",
+                    len(after) and all(map(np.array_equal, before, after)))
+    return common.difference(on_towers.get_weights(), single.get_weights())
 
 
 def lora_and_quantization(findings: common.Findings,
                           strategy: towerstrategy.TowerStrategy) -> None:
     findings.at_most("LoRA, trained weights", fine_tuned(
-        findings, "LoRA", *common.twins(strategy, make)), MOST_DIFFERENCE)
+        findings, "LoRA", *common.twins(strategy, make)), MAX_DIFFERENCE)
     for mode in ("int8", "int4"):
         differences: list[float] = []
-        # An activation halfway between two integers goes either way by its last bit, on one device
-        # too: starts that differ by one such bit end 1e-4 apart in one of seven trainings there.
-        while len(differences) < 4 and min(differences, default=np.inf) > MOST_DIFFERENCE:
-            together, alone = common.twins(strategy, make)
-            for model in (alone, together):
+        # The last bit of an activation halfway between two integers decides how it is rounded.  So
+        # it is on one device: of seven trainings that start one such bit apart, one ends 1e-4 off.
+        while len(differences) < 4 and min(differences, default=np.inf) > MAX_DIFFERENCE:
+            on_towers, single = common.twins(strategy, make)
+            for model in (single, on_towers):
                 model.quantize(mode)
             findings.at_most(f"{mode}, weights", common.difference(
-                together.get_weights(), alone.get_weights()), 0)
+                on_towers.get_weights(), single.get_weights()), 0)
             findings.at_most(f"{mode}, predictions", common.difference(
                 *([model.predict(X, batch_size=common.BATCH, verbose=0)]
-                  for model in (together, alone))), MOST_DIFFERENCE)
-            differences.append(fine_tuned(findings, f"{mode} with LoRA", together, alone))
+                  for model in (on_towers, single))), MAX_DIFFERENCE)
+            differences.append(fine_tuned(findings, f"{mode} with LoRA", on_towers, single))
         findings.at_most(f"{mode} with LoRA, trained weights, of {len(differences)} starts",
-                         min(differences), MOST_DIFFERENCE)
+                         min(differences), MAX_DIFFERENCE)
 
 
 def averages(findings: common.Findings, strategy: towerstrategy.TowerStrategy) -> None:
-    """``SwapEMAWeights``: evaluations see the averages, the training goes on without them."""
-    together, alone = common.twins(strategy, lambda: make(use_ema=True, ema_momentum=0.9))
+    """``SwapEMAWeights``: evaluation uses the averaged weights, training the others."""
+    on_towers, single = common.twins(strategy, lambda: make(use_ema=True, ema_momentum=0.9))
     losses = []
-    for model in (together, alone):
+    for model in (on_towers, single):
         swap = keras.callbacks.SwapEMAWeights(swap_on_epoch=True)
         train(model, callbacks=[swap])
         losses.append([model.evaluate(X, Y, batch_size=common.BATCH, verbose=0, callbacks=[
             keras.callbacks.SwapEMAWeights()])])
     findings.at_most("SwapEMAWeights, weights", common.difference(
-        together.get_weights(), alone.get_weights()), MOST_DIFFERENCE)
+        on_towers.get_weights(), single.get_weights()), MAX_DIFFERENCE)
     findings.at_most("SwapEMAWeights, loss of the averages", common.difference(*losses),
-                     MOST_DIFFERENCE)
+                     MAX_DIFFERENCE)
 
 
 class Rows(keras.utils.PyDataset):
-    """Batches that workers make; the last one is smaller."""
+    """Batches for the workers to load; the last one is smaller."""
 
     def __len__(self) -> int:
         return -(-len(X) // common.BATCH)
@@ -114,11 +114,11 @@ class Rows(keras.utils.PyDataset):
 
 
 def workers(findings: common.Findings, strategy: towerstrategy.TowerStrategy) -> None:
-    together, alone = common.twins(strategy, make)
-    for model in (together, alone):
+    on_towers, single = common.twins(strategy, make)
+    for model in (on_towers, single):
         model.fit(Rows(workers=2, max_queue_size=4), epochs=2, shuffle=False, verbose=0)
     findings.at_most("PyDataset of 2 workers", common.difference(
-        together.get_weights(), alone.get_weights()), MOST_DIFFERENCE)
+        on_towers.get_weights(), single.get_weights()), MAX_DIFFERENCE)
 
 
 def main() -> None:

@@ -1,11 +1,11 @@
-"""An Orbit training loop on towers, beside one device.
+"""An Orbit training loop on towers, compared with one device.
 
 Goes in: random rows.  Comes out: a trainer and an evaluator run by ``orbit.Controller`` (loops of
-steps, evaluations, checkpoints), on towers and on one device, and how far the two are apart.
+steps, evaluations, checkpoints), on towers and on one device, and the differences of the two.
 
-Orbit is the package ``orbit`` inside of ``tf-models-official``; ``orbit-ml`` is an unrelated
-package of the same import name.  tf-models-official 2.20.0 asks for TensorFlow 2.20 and for many
-packages that Orbit does not need, so beside another TensorFlow it is installed alone:
+Orbit is the package ``orbit`` in ``tf-models-official``; ``orbit-ml`` is an unrelated package of
+the same import name.  tf-models-official 2.20.0 requires TensorFlow 2.20 and many packages that
+Orbit does not need, so with another TensorFlow install it without its dependencies:
 
     pip install ".[libraries]"     # after `make test-libraries`: .venv-libraries has it
     pip install --no-deps tf-models-official
@@ -25,11 +25,11 @@ import orbit
 import tensorflow as tf
 
 STEPS = 12
-MOST_DIFFERENCE = 1e-5
+MAX_DIFFERENCE = 1e-5
 
 
 class Task(orbit.StandardTrainer, orbit.StandardEvaluator):
-    """Trains and evaluates a small network; made in the scope of the strategy it is to use."""
+    """Trains and evaluates a small network; create it in the strategy's scope."""
 
     def __init__(self, strategy: tf.distribute.Strategy, dataset: tf.data.Dataset) -> None:
         self.strategy = strategy
@@ -77,7 +77,7 @@ class Task(orbit.StandardTrainer, orbit.StandardEvaluator):
 
 def train(strategy: tf.distribute.Strategy, dataset: tf.data.Dataset
           ) -> tuple[list[np.ndarray], float]:
-    """Trains with a controller and resumes from its checkpoint; the weights and the last loss."""
+    """Trains, resumes from the checkpoint; returns the weights and the last loss."""
     with tempfile.TemporaryDirectory() as folder:
         for steps in (STEPS // 2, STEPS):  # the second controller starts where the first ended
             tf.keras.utils.set_random_seed(1)
@@ -100,12 +100,13 @@ def main() -> None:
     x = np.random.default_rng(0).normal(size=[40, 5]).astype("float32")
     dataset = tf.data.Dataset.from_tensor_slices((x, x.sum(axis=1, keepdims=True)))
     dataset = dataset.repeat().batch(common.BATCH)
-    alone, alone_loss = train(tf.distribute.get_strategy(), dataset)
-    together, loss = train(towers, dataset)
-    findings.says("loss after training on the towers", f"{loss:.3f}", np.isfinite(loss))
-    findings.at_most("beside one device's", abs(loss - alone_loss) / alone_loss, MOST_DIFFERENCE)
-    findings.at_most("weights beside one device's", common.difference(together, alone),
-                     MOST_DIFFERENCE)
+    single, single_loss = train(tf.distribute.get_strategy(), dataset)
+    on_towers, loss = train(towers, dataset)
+    findings.report("loss after training on the towers", f"{loss:.3f}", np.isfinite(loss))
+    findings.at_most("loss, compared with one device", abs(loss - single_loss) / single_loss,
+                     MAX_DIFFERENCE)
+    findings.at_most("weights, compared with one device", common.difference(on_towers, single),
+                     MAX_DIFFERENCE)
     findings.exit()
 
 

@@ -1,11 +1,11 @@
-"""scikit-learn's data in a tf.data pipeline with Keras' preprocessing layers, on towers.
+"""Keras' preprocessing layers in a tf.data pipeline, or in the model, on towers.
 
 Goes in: the 178 wines that scikit-learn ships, with a made-up column of words.  Comes out: a
-network trained on the towers, with its preprocessing in the pipeline and with it inside of the
-model, both beside one device; and a saved model that takes raw rows.
+network trained on the towers, with its preprocessing in the pipeline or in the model, both compared
+with one device; and a saved model that takes raw rows.
 
-Layers are adapted before training, on whole data, wherever they are: ``adapt`` runs no towers, and
-what it found is in one copy of each variable like any weight.
+Layers are adapted before training, on all data.  ``adapt`` does not use the towers; its results are
+variables with one copy, like weights.
 
     pip install ".[libraries]"     # after `make test-libraries`: .venv-libraries has it
     python examples/libraries/preprocessing.py
@@ -23,13 +23,13 @@ import numpy as np
 import tensorflow as tf
 from sklearn import datasets, model_selection
 
-MOST_DIFFERENCE = 1e-5
+MAX_DIFFERENCE = 1e-5
 WORDS = np.array(["red", "white", "rose"])
 Rows = dict[str, np.ndarray]
 
 
 def wines() -> tuple[Rows, np.ndarray, Rows, np.ndarray]:
-    """Rows to train on and to test with: 13 numbers, and a word that knows a little."""
+    """Training and test rows: 13 numbers, and a word that correlates weakly with the label."""
     numbers, labels = datasets.load_wine(return_X_y=True)
     random = np.random.default_rng(0)
     words = WORDS[np.where(random.random(len(labels)) < 0.3, labels, random.integers(3))]
@@ -44,14 +44,14 @@ def wines() -> tuple[Rows, np.ndarray, Rows, np.ndarray]:
 
 
 class Preprocessing:
-    """Adapted layers: numbers in units of their spread, words as one-hot rows."""
+    """Adapted layers: numbers are normalized, words are one-hot encoded."""
 
     def __init__(self, rows: Rows) -> None:
         self.normalize = tf.keras.layers.Normalization()
         self.normalize.adapt(rows["numbers"])
         self.look_up = tf.keras.layers.StringLookup(output_mode="one_hot")
         self.look_up.adapt(rows["word"])
-        # Not adapted: tf_keras, on one device too, forgets what it found when the model is saved.
+        # Not adapted, because tf_keras does not save adapted bounds, on one device either.
         bounds = np.quantile(rows["numbers"][:, 0], [0.25, 0.5, 0.75]).tolist()
         self.bucket = tf.keras.layers.Discretization(bounds, output_mode="one_hot")
 
@@ -87,31 +87,32 @@ def main() -> None:
             tf.keras.utils.set_random_seed(1)
             train, test = raw, raw_test
             with scope:
-                made = Preprocessing(x)
+                layers = Preprocessing(x)
                 if where == "model":
                     inputs = raw_inputs()
-                    model = network(inputs, made(inputs))
+                    model = network(inputs, layers(inputs))
                 else:
-                    train, test = (data.map(lambda rows, labels, made=made: (made(rows), labels))
-                                   for data in (raw, raw_test))
+                    train, test = (
+                        data.map(lambda rows, labels, layers=layers: (layers(rows), labels))
+                        for data in (raw, raw_test))
                     inputs = tf.keras.Input(train.element_spec[0].shape[1:])
                     model = network(inputs, inputs)
             model.fit(train, epochs=10, verbose=0)
             trained.append(model)
-        alone, together = trained
-        accuracy = together.evaluate(test, verbose=0)[1]
-        findings.says(f"in the {where}: accuracy on wines not seen", f"{accuracy:.0%}",
-                      accuracy > 0.8)
-        findings.at_most(f"in the {where}: weights beside one device's", common.difference(
-            [weight.numpy() for weight in together.trainable_weights],
-            [weight.numpy() for weight in alone.trainable_weights]), MOST_DIFFERENCE)
+        single, on_towers = trained
+        accuracy = on_towers.evaluate(test, verbose=0)[1]
+        findings.report(f"in the {where}: accuracy on test wines", f"{accuracy:.0%}",
+                        accuracy > 0.8)
+        findings.at_most(f"in the {where}: weights, compared with one device", common.difference(
+            [weight.numpy() for weight in on_towers.trainable_weights],
+            [weight.numpy() for weight in single.trainable_weights]), MAX_DIFFERENCE)
 
     with tempfile.TemporaryDirectory() as folder:
-        together.save(f"{folder}/wines.keras")
+        on_towers.save(f"{folder}/wines.keras")
         loaded = tf.keras.models.load_model(f"{folder}/wines.keras")
-    findings.at_most("loaded, it says the same of raw rows",
+    findings.at_most("loaded model, predictions for raw rows",
                      common.difference([loaded.predict(raw_test, verbose=0)],
-                                       [together.predict(raw_test, verbose=0)]), MOST_DIFFERENCE)
+                                       [on_towers.predict(raw_test, verbose=0)]), MAX_DIFFERENCE)
     findings.exit()
 
 

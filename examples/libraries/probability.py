@@ -1,8 +1,8 @@
-"""TensorFlow Probability on towers: a layer that gives distributions, and a loop of one's own.
+"""TensorFlow Probability on towers: a layer that returns distributions, and a custom training loop.
 
-Goes in: random rows whose noise grows with x.  Comes out: a regression that tells its own
-uncertainty, trained by ``fit`` on the likelihood of what was seen, and a mixture of normals fitted
-to numbers by a training loop, both beside one device.
+Goes in: random rows whose noise grows with x.  Comes out: a regression that predicts its own
+uncertainty, trained by ``fit`` with the likelihood as loss, and a mixture of normals fitted to
+numbers by a custom training loop, both compared with one device.
 
 TensorFlow Probability's layers are layers of tf_keras, whatever ``TF_USE_LEGACY_KERAS`` says.
 
@@ -27,7 +27,7 @@ import tensorflow_probability as tfp
 import towerstrategy
 
 tfd = tfp.distributions
-MOST_DIFFERENCE = 1e-5
+MAX_DIFFERENCE = 1e-5
 RANDOM = np.random.default_rng(0)
 
 
@@ -50,18 +50,18 @@ def regression(findings: common.Findings, strategy: towerstrategy.TowerStrategy)
     models = common.twins(strategy, make_regression)
     losses = [model.fit(x, y, batch_size=common.BATCH, epochs=10, shuffle=False, verbose=0
                         ).history["loss"] for model in models]
-    findings.says("regression, losses", f"{losses[0][0]:.3f} to {losses[0][-1]:.3f}",
-                  losses[0][-1] < losses[0][0])
-    findings.at_most("regression, weights beside one device's", common.difference(
-        *(model.get_weights() for model in models)), MOST_DIFFERENCE)
+    findings.report("regression, losses", f"{losses[0][0]:.3f} to {losses[0][-1]:.3f}",
+                    losses[0][-1] < losses[0][0])
+    findings.at_most("regression, weights, compared with one device", common.difference(
+        *(model.get_weights() for model in models)), MAX_DIFFERENCE)
     means = [model.predict(x, batch_size=common.BATCH, verbose=0) for model in models]
     findings.at_most("regression, predicted means", common.difference(means[:1], means[1:]),
-                     MOST_DIFFERENCE)
+                     MAX_DIFFERENCE)
 
 
 def fit_mixture(strategy: towerstrategy.TowerStrategy | None,
                 numbers: tf.data.Dataset) -> list[np.ndarray]:
-    """Mixes two normals so that the numbers are likely; weights, means and deviations."""
+    """Fits a mixture of two normals to numbers; returns its weights, means and deviations."""
     with contextlib.nullcontext() if strategy is None else strategy.scope():
         weights, means = tf.Variable([0., 0.]), tf.Variable([-1., 1.])
         deviations = tfp.util.TransformedVariable([1., 1.], tfp.bijectors.Softplus())
@@ -96,12 +96,12 @@ def main() -> None:
     numbers = np.where(RANDOM.uniform(size=300) < 0.3, RANDOM.normal(-2, 0.5, 300),
                        RANDOM.normal(2, 1, 300)).astype("float32")
     dataset = tf.data.Dataset.from_tensor_slices(numbers).repeat(3).batch(common.BATCH)
-    alone, together = fit_mixture(None, dataset), fit_mixture(strategy, dataset)
-    findings.says("mixture, weights, means and deviations",
-                  " ".join(str(np.round(value, 2)) for value in together),
-                  abs(together[1][0] + 2) < 0.5 and abs(together[1][1] - 2) < 0.5)
-    findings.at_most("mixture, beside one device's", common.difference(together, alone),
-                     MOST_DIFFERENCE)
+    single, on_towers = fit_mixture(None, dataset), fit_mixture(strategy, dataset)
+    findings.report("mixture, weights, means and deviations",
+                    " ".join(str(np.round(value, 2)) for value in on_towers),
+                    abs(on_towers[1][0] + 2) < 0.5 and abs(on_towers[1][1] - 2) < 0.5)
+    findings.at_most("mixture, compared with one device", common.difference(on_towers, single),
+                     MAX_DIFFERENCE)
     findings.exit()
 
 

@@ -1,8 +1,8 @@
-"""A model that ranks films, of Keras Recommenders (keras-rs), on towers.
+"""A model of Keras Recommenders (keras-rs) that ranks films, on towers.
 
-Goes in: made-up users, lists of four films each, and how they liked them.  Comes out: a model with
-crossed and dotted features and embedding tables (``DistributedEmbedding``, which needs no TPU),
-trained by a pairwise loss and measured by ranking metrics, beside one device.
+Goes in: made-up users, each with a list of four films and ratings.  Comes out: a model with feature
+crosses, dot products of features and embedding tables (``DistributedEmbedding``, which needs no
+TPU), trained with a pairwise loss and ranking metrics, compared with one device.
 
     pip install ".[libraries]"     # after `make test-libraries`: .venv-libraries has it
     python examples/libraries/ranking.py
@@ -17,12 +17,12 @@ import keras
 import keras_rs
 import numpy as np
 
-MOST_DIFFERENCE = 1e-5
+MAX_DIFFERENCE = 1e-5
 USERS, FILMS, SEEN, LISTED, ROWS = 12, 20, 3, 4, 70
 
 
 def make() -> Any:
-    """Scores a list of films for a user."""
+    """A model that scores a list of films for a user."""
     def table(name: str, size: int, ids: int) -> Any:
         return keras_rs.layers.FeatureConfig(
             name, keras_rs.layers.TableConfig(name, size, 8, placement="default_device"),
@@ -56,17 +56,17 @@ def main() -> None:
          "seen": random.integers(FILMS, size=[ROWS, SEEN]),
          "film": random.integers(FILMS, size=[ROWS, LISTED])}
     y = ((x["user"] + x["film"]) % 5).astype("float32")
-    together, alone = common.twins(common.towers(), make)
+    on_towers, single = common.twins(common.towers(), make)
     logs = [model.fit(x, y, batch_size=common.BATCH, epochs=8, shuffle=False, verbose=0).history
-            for model in (together, alone)]
+            for model in (on_towers, single)]
     for name in ("loss", "ndcg", "mrr"):
-        findings.says(name, f"{logs[0][name][0]:.3f} to {logs[0][name][-1]:.3f}")
-        findings.at_most(f"{name} beside one device's", common.difference(
-            [logs[0][name]], [logs[1][name]]), MOST_DIFFERENCE)
-    findings.at_most("weights beside one device's", common.difference(
-        together.get_weights(), alone.get_weights()), MOST_DIFFERENCE)
-    scores = [model.predict(x, batch_size=common.BATCH, verbose=0) for model in (together, alone)]
-    findings.at_most("scores", common.difference(scores[:1], scores[1:]), MOST_DIFFERENCE)
+        findings.report(name, f"{logs[0][name][0]:.3f} to {logs[0][name][-1]:.3f}")
+        findings.at_most(f"{name}, compared with one device", common.difference(
+            [logs[0][name]], [logs[1][name]]), MAX_DIFFERENCE)
+    findings.at_most("weights, compared with one device", common.difference(
+        on_towers.get_weights(), single.get_weights()), MAX_DIFFERENCE)
+    scores = [model.predict(x, batch_size=common.BATCH, verbose=0) for model in (on_towers, single)]
+    findings.at_most("scores", common.difference(scores[:1], scores[1:]), MAX_DIFFERENCE)
     findings.exit()
 
 

@@ -1,14 +1,14 @@
-"""A retrieval model of TensorFlow Recommenders on towers, and what "in-batch" means there.
+"""A retrieval model of TensorFlow Recommenders, with in-batch negatives, on towers.
 
-Goes in: made-up users who like made-up films.  Comes out: a trained retrieval model, how well it
-suggests films, and the loss of one batch on one device and on towers.
+Goes in: made-up users who like made-up films.  Comes out: a trained retrieval model, its accuracy,
+and the loss of one batch on one device and on towers.
 
-``tfrs.tasks.Retrieval`` takes the other rows of the batch as negatives.  In ``fit``, and in a
-``strategy.function``, these are all rows of the batch, as on one device.  In ``strategy.run``, as
-with every ``tf.distribute`` strategy, a row meets the candidates of its own tower only, which is an
-easier task with a smaller loss.
+The negatives of ``tfrs.tasks.Retrieval`` are the other rows of the batch.  In ``fit`` and in a
+``strategy.function`` these are all rows of the batch, as on one device.  In ``strategy.run``, as
+with every ``tf.distribute`` strategy, they are the rows of the same tower: an easier task with a
+smaller loss.
 
-The library itself refuses Keras 3 when it is imported, so this runs with tf_keras.
+The library raises an error if it is imported with Keras 3, so this runs with tf_keras.
 
     pip install ".[libraries]"     # after `make test-libraries`: .venv-libraries has it
     python examples/libraries/recommenders.py
@@ -29,11 +29,11 @@ import tensorflow_recommenders as tfrs
 import towerstrategy
 
 USERS, FILMS, TASTES, ROWS = 30, 24, 4, 400
-MOST_DIFFERENCE = 1e-5
+MAX_DIFFERENCE = 1e-5
 
 
 def likes() -> tuple[np.ndarray, np.ndarray]:
-    """Who saw what: users have a taste, and films of another are not for them."""
+    """Pairs of a user and a film; each user watches only films of one taste."""
     random = np.random.default_rng(0)
     users = random.integers(USERS, size=ROWS)
     films = random.integers(FILMS // TASTES, size=ROWS) * TASTES + users % TASTES
@@ -41,7 +41,7 @@ def likes() -> tuple[np.ndarray, np.ndarray]:
 
 
 class Retrieval(tfrs.Model):
-    """Users and films as vectors; a film is suggested where the vectors are alike."""
+    """Embeds users and films as vectors; recommends films whose vectors are similar."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Retrieval(tfrs.Model):
 
 def losses_of_a_batch(strategy: towerstrategy.TowerStrategy, batch: dict[str, np.ndarray]
                       ) -> tuple[float, float, list[list[np.ndarray]]]:
-    """One step with one batch: the loss on one device, on the towers, and the weights of both."""
+    """Trains one step with one batch; returns both losses, and the weights of both models."""
     models, losses = [], []
     for scope in (contextlib.nullcontext(), strategy.scope()):
         with scope:
@@ -70,14 +70,14 @@ def losses_of_a_batch(strategy: towerstrategy.TowerStrategy, batch: dict[str, np
             model.compile(tf.keras.optimizers.SGD(0.01))
         models.append(model)
     models[1].set_weights(models[0].get_weights())
-    for model, on in zip(models, (None, strategy)):
-        losses.append(step(model, on, batch))
+    for model, used in zip(models, (None, strategy)):
+        losses.append(step(model, used, batch))
     return losses[0], losses[1], [model.get_weights() for model in models]
 
 
 def step(model: Retrieval, strategy: towerstrategy.TowerStrategy | None,
          batch: dict[str, np.ndarray]) -> float:
-    """A training step; the batch's loss, which is a sum over its rows."""
+    """Runs a training step; returns the loss, which is a sum over the rows of the batch."""
     def train_step(part: dict[str, tf.Tensor]) -> tf.Tensor:
         with tf.GradientTape() as tape:
             loss = model.compute_loss(part, training=True)
@@ -104,14 +104,14 @@ def main() -> None:
     scores = model.user_model(np.arange(USERS)) @ tf.transpose(model.film_model(np.arange(FILMS)))
     best = np.argmax(scores, axis=1)
     good = float(np.mean(best % TASTES == np.arange(USERS) % TASTES))
-    findings.says("fit, users whose first film is to their taste", f"{good:.0%}", good > 0.8)
+    findings.report("fit, users whose first film is to their taste", f"{good:.0%}", good > 0.8)
 
     batch = {name: column[:common.BATCH] for name, column in data.items()}
-    alone, together, weights = losses_of_a_batch(strategy, batch)
-    findings.at_most(f"in-batch loss, one device {alone:.3f}, towers {together:.3f}",
-                     abs(together - alone) / alone, MOST_DIFFERENCE)
-    findings.at_most("weights after that step beside one device's",
-                     common.difference(*weights[::-1]), MOST_DIFFERENCE)
+    single, on_towers, weights = losses_of_a_batch(strategy, batch)
+    findings.at_most(f"in-batch loss, one device {single:.3f}, towers {on_towers:.3f}",
+                     abs(on_towers - single) / single, MAX_DIFFERENCE)
+    findings.at_most("weights after that step, compared with one device",
+                     common.difference(*weights[::-1]), MAX_DIFFERENCE)
     findings.exit()
 
 

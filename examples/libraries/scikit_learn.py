@@ -1,7 +1,7 @@
 """Keras models as scikit-learn estimators (SciKeras), on towers.
 
-Goes in: scikit-learn's digits.  Comes out: a ``KerasClassifier`` in a pipeline, cross-validated and
-searched over by scikit-learn, beside one device.
+Goes in: scikit-learn's digits.  Comes out: a ``KerasClassifier`` in a pipeline, compared with one
+device, then cross-validated and tuned by scikit-learn's grid search.
 
     pip install ".[libraries]"     # after `make test-libraries`: .venv-libraries has it
     python examples/libraries/scikit_learn.py
@@ -20,11 +20,11 @@ from sklearn import datasets, model_selection, pipeline, preprocessing
 
 import towerstrategy
 
-MOST_DIFFERENCE = 1e-4
+MAX_DIFFERENCE = 1e-4
 
 
 def estimator(strategy: towerstrategy.TowerStrategy | None, **options: Any) -> Any:
-    """Scales, then classifies; the model is made, and compiled, in the scope."""
+    """A pipeline that scales and classifies; its model is made and compiled in the scope."""
     def build(units: int = 8) -> Any:
         with contextlib.nullcontext() if strategy is None else strategy.scope():
             model = keras.Sequential([
@@ -43,15 +43,15 @@ def main() -> None:
     strategy = common.towers()
     x, y = datasets.load_digits(return_X_y=True)
     x, y = x[:203], y[:203]
-    answers = [estimator(on).fit(x, y).predict_proba(x) for on in (strategy, None)]
-    findings.at_most("probabilities beside one device's", common.difference(
-        answers[:1], answers[1:]), MOST_DIFFERENCE)
+    answers = [estimator(used).fit(x, y).predict_proba(x) for used in (strategy, None)]
+    findings.at_most("probabilities, compared with one device", common.difference(
+        answers[:1], answers[1:]), MAX_DIFFERENCE)
     scores = model_selection.cross_val_score(estimator(strategy), x, y, cv=2)
-    findings.says("cross-validated", str(np.round(scores, 2)), np.all(scores > 0.5))
+    findings.report("cross-validated", str(np.round(scores, 2)), np.all(scores > 0.5))
     search = model_selection.GridSearchCV(
         estimator(strategy, units=8), {"kerasclassifier__units": [2, 16]}, cv=2).fit(x, y)
-    findings.says("best of 2 and 16 units", str(search.best_params_["kerasclassifier__units"]),
-                  search.best_params_["kerasclassifier__units"] == 16)
+    findings.report("best of 2 and 16 units", str(search.best_params_["kerasclassifier__units"]),
+                    search.best_params_["kerasclassifier__units"] == 16)
     findings.exit()
 
 

@@ -1,17 +1,16 @@
-"""A Sonnet training loop on towers, beside one device.
+"""A Sonnet training loop on towers, compared with one device.
 
-Goes in: a batch of random rows.  Comes out: the losses of a module with cross-replica batch norm,
-trained on towers and on one device, how far the two are apart, and a checkpoint of one read by the
-other.
+Goes in: a batch of random rows.  Comes out: the losses of a module with cross-replica batch norm on
+towers and on one device, their differences, and a checkpoint of one model read by the other.
 
-Two things in Sonnet ask for another loop than Keras' optimizers do:
+The loop differs from a loop with a Keras optimizer:
 
-- Its optimizers refuse every strategy but Sonnet's own, inside ``strategy.run`` and in its scope.
-  Outside of both they run: a weight exists once, so the loop merges the gradients itself and calls
-  the optimizer there, once.
-- ``snt.distribute.CrossReplicaBatchNorm`` takes the plain mean of the towers' means.  That is the
-  batch's mean where all towers have the same number of rows, so batches here are multiples of the
-  towers.
+- Sonnet's optimizers raise an error for strategies other than Sonnet's own, in ``strategy.run`` and
+  in the scope.  As a weight exists once, the loop sums the gradients itself and calls the optimizer
+  once, outside of both.
+- ``snt.distribute.CrossReplicaBatchNorm`` uses the mean of the towers' means.  This is the mean of
+  the batch if all towers have the same number of rows, so the number of rows is a multiple of the
+  number of towers.
 
     pip install ".[libraries]"     # after `make test-libraries`: .venv-libraries has it
     python examples/libraries/sonnet_loop.py
@@ -30,11 +29,11 @@ import tensorflow as tf
 import towerstrategy
 
 STEPS = 10
-MOST_DIFFERENCE = 1e-5
+MAX_DIFFERENCE = 1e-5
 
 
 class Network(snt.Module):
-    """Two linear layers around a batch norm that sees the whole batch."""
+    """Two linear layers around a batch norm over the whole batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,33 +80,33 @@ def main() -> None:
     x = tf.constant(random.normal(size=[rows, 5]), tf.float32)
     y = tf.reduce_sum(x, axis=1, keepdims=True)
 
-    alone = Network()
-    alone(x, is_training=False)
+    single = Network()
+    single(x, is_training=False)
     with strategy.scope():
-        together = Network()
-    strategy.run(lambda: together(x, is_training=False))
-    for variable, value in zip(together.variables, alone.variables, strict=True):
+        on_towers = Network()
+    strategy.run(lambda: on_towers(x, is_training=False))
+    for variable, value in zip(on_towers.variables, single.variables, strict=True):
         variable.assign(value)
 
     losses = []
-    for network, on in ((alone, None), (together, strategy)):
-        step = make_step(network, rows, on)
+    for network, used in ((single, None), (on_towers, strategy)):
+        step = make_step(network, rows, used)
         losses.append([float(step(x, y)) for _ in range(STEPS)])
-    findings.says("losses on the towers", f"{losses[1][0]:.3f} to {losses[1][-1]:.3f}",
-                  losses[1][-1] < losses[1][0])
-    findings.at_most("losses beside one device's", common.difference(*losses[::-1]),
-                     MOST_DIFFERENCE)
-    findings.at_most("variables beside one device's, moving statistics among them",
-                     common.difference([value.numpy() for value in together.variables],
-                                       [value.numpy() for value in alone.variables]),
-                     MOST_DIFFERENCE)
+    findings.report("losses on the towers", f"{losses[1][0]:.3f} to {losses[1][-1]:.3f}",
+                    losses[1][-1] < losses[1][0])
+    findings.at_most("losses, compared with one device", common.difference(*losses[::-1]),
+                     MAX_DIFFERENCE)
+    findings.at_most("variables with moving statistics, compared with one device",
+                     common.difference([value.numpy() for value in on_towers.variables],
+                                       [value.numpy() for value in single.variables]),
+                     MAX_DIFFERENCE)
 
     with tempfile.TemporaryDirectory() as folder:
-        path = tf.train.Checkpoint(network=together).save(f"{folder}/checkpoint")
-        tf.train.Checkpoint(network=alone).restore(path).assert_consumed()
+        path = tf.train.Checkpoint(network=on_towers).save(f"{folder}/checkpoint")
+        tf.train.Checkpoint(network=single).restore(path).assert_consumed()
     findings.at_most("one device's, after reading the towers' checkpoint",
-                     common.difference([value.numpy() for value in alone.variables],
-                                       [value.numpy() for value in together.variables]), 0)
+                     common.difference([value.numpy() for value in single.variables],
+                                       [value.numpy() for value in on_towers.variables]), 0)
     findings.exit()
 
 

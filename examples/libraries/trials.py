@@ -1,7 +1,7 @@
-"""Optuna's trials on towers, with pruning, and data of TensorFlow Datasets.
+"""Optuna's trials on towers, with pruning, on a dataset of TensorFlow Datasets.
 
-Goes in: a data set that is made on the spot.  Comes out: a study of two trials, each a training on
-the towers; the better one beside the same training on one device.
+Goes in: a small dataset, which the example generates.  Comes out: a study of two trials, each a
+training on the towers; the better one is compared with the same training on one device.
 
     pip install ".[libraries]"     # after `make test-libraries`: .venv-libraries has it
     python examples/libraries/trials.py
@@ -23,7 +23,7 @@ from optuna_integration import KerasPruningCallback
 
 import towerstrategy
 
-MOST_DIFFERENCE = 1e-5
+MAX_DIFFERENCE = 1e-5
 
 
 class Sums(tfds.core.GeneratorBasedBuilder):
@@ -48,7 +48,7 @@ class Sums(tfds.core.GeneratorBasedBuilder):
 
 def train(strategy: towerstrategy.TowerStrategy | None, data: Any, rate: float,
           callbacks: list[Any]) -> tuple[float, list[np.ndarray]]:
-    """The last loss, and the weights."""
+    """Trains a model; returns the last loss and the weights."""
     keras.utils.set_random_seed(1)
     with contextlib.nullcontext() if strategy is None else strategy.scope():
         model = keras.Sequential([keras.Input([4]), keras.layers.Dense(8, activation="tanh"),
@@ -69,13 +69,13 @@ def main() -> None:
         study.optimize(lambda trial: train(
             strategy, data, trial.suggest_float("rate", 0.001, 0.1),
             [KerasPruningCallback(trial, "loss")])[0], n_trials=2)
-        findings.says("the better rate", str(study.best_params["rate"]),
-                      study.best_params["rate"] == 0.1)
-        together, alone = train(strategy, data, 0.1, []), train(None, data, 0.1, [])
-    findings.at_most("its loss beside one device's",
-                     abs(study.best_value - alone[0]) / alone[0], MOST_DIFFERENCE)
-    findings.at_most("weights beside one device's", common.difference(together[1], alone[1]),
-                     MOST_DIFFERENCE)
+        findings.report("the better rate", str(study.best_params["rate"]),
+                        study.best_params["rate"] == 0.1)
+        on_towers, single = train(strategy, data, 0.1, []), train(None, data, 0.1, [])
+    findings.at_most("its loss, compared with one device",
+                     abs(study.best_value - single[0]) / single[0], MAX_DIFFERENCE)
+    findings.at_most("weights, compared with one device",
+                     common.difference(on_towers[1], single[1]), MAX_DIFFERENCE)
     findings.exit()
 
 

@@ -1,11 +1,10 @@
-"""KerasTuner on towers: every trial trains on all of them.
+"""KerasTuner on towers: each trial trains on all towers.
 
-Goes in: a function that builds a model from hyperparameters.  Comes out: the best of three trials,
-loaded and trained on, on the towers again.
+Goes in: a function that builds a model from hyperparameters.  Comes out: the best model of three
+trials, loaded and trained further on the towers.
 
-Two things about KerasTuner 1.4.8: its trials write TensorBoard's files, so it fails where
-``tensorboard`` is not installed, which TensorFlow 2.21 no longer brings; and it takes models of
-Keras 3 only, whatever ``TF_USE_LEGACY_KERAS`` says.
+KerasTuner 1.4.8 writes TensorBoard's files, so it needs ``tensorboard``, which TensorFlow 2.21 does
+not install any more.  It supports only models of Keras 3, whatever ``TF_USE_LEGACY_KERAS`` says.
 
     pip install ".[libraries]"     # after `make test-libraries`: .venv-libraries has it
     python examples/libraries/tuner.py
@@ -23,7 +22,7 @@ import numpy as np
 
 
 def build(choice: keras_tuner.HyperParameters) -> Any:
-    """KerasTuner calls it in the strategy's scope; nothing in it knows of towers."""
+    """Builds a model; KerasTuner calls this in the strategy's scope."""
     model = keras.Sequential([
         keras.Input([6]),
         keras.layers.Dense(choice.Int("units", 4, 16, step=4), activation="tanh"),
@@ -44,17 +43,17 @@ def main() -> None:
             distribution_strategy=strategy)
         tuner.search(x, y, epochs=3, batch_size=common.BATCH, validation_data=(x, y), verbose=0)
         trials = tuner.oracle.get_best_trials(3)
-        findings.says("losses of the trials", ", ".join(f"{trial.score:.3f}" for trial in trials),
-                      all(np.isfinite(trial.score) for trial in trials))
+        findings.report("losses of the trials", ", ".join(f"{trial.score:.3f}" for trial in trials),
+                        all(np.isfinite(trial.score) for trial in trials))
         best, = tuner.get_best_models(1)
-    findings.says("the best model's strategy", repr(best.distribute_strategy),
-                  best.distribute_strategy is strategy)
+    findings.report("the best model's strategy", repr(best.distribute_strategy),
+                    best.distribute_strategy is strategy)
     loss = best.evaluate(x, y, batch_size=common.BATCH, verbose=0)
-    findings.at_most("its loss, loaded, beside the trial's", abs(loss - trials[0].score) / loss,
-                     1e-5)
+    findings.at_most("its loss, loaded, compared with the trial",
+                     abs(loss - trials[0].score) / loss, 1e-5)
     history = best.fit(x, y, batch_size=common.BATCH, epochs=5, verbose=0).history["loss"]
-    findings.says("trained on", f"losses {history[0]:.4f} to {history[-1]:.4f}",
-                  history[-1] < history[0])
+    findings.report("trained further", f"losses {history[0]:.4f} to {history[-1]:.4f}",
+                    history[-1] < history[0])
     findings.exit()
 
 
