@@ -122,13 +122,12 @@ def _reference(good: results.Medians, towers: int, name: str) -> str | None:
 
 
 def _tower_counts(good: results.Medians, case: str) -> list[int]:
-    """The numbers of towers with which a case was measured."""
     return sorted({job.towers for job in good if job.case == case})
 
 
 def _lines(axes: plt.Axes, good: results.Medians, case: str, name: str, label: str) -> None:
     counts = _tower_counts(good, case)
-    """Lines over the number of towers."""
+
     for strategy, color in _COLORS.items():
         points = [(count, good[job][name]) for count in counts
                   if (job := results.Job(case, strategy, count)) in good]

@@ -107,10 +107,8 @@ def find_groups(operations: Sequence[flat.Operation], can_fuse: Sequence[bool],
     No path leaves a group and comes back: all operations of a group have the same level, and an
     operation that depends on a group from outside has a higher level.
 
-    Args:
-      operations: the operations of the step.
-      can_fuse: whether each operation can be in a group with others.
-      of_kernels: whether the groups are kernels; else they are clusters.
+    Operations that ``can_fuse`` may be in a group with others.  The groups are kernels if
+    ``of_kernels``, else clusters.
     """
     first, level = list(range(len(operations))), [0] * len(operations)
     smallest = _SMALL if of_kernels else -1
@@ -177,7 +175,6 @@ def _merge(operations: Sequence[flat.Operation], groups: Sequence[int],
 def _merge_group(operations: Sequence[flat.Operation], inside: Sequence[flat.Operation],
                  groups: Sequence[int], group: int, outputs: Sequence[flat.Source]
                  ) -> flat.Operation:
-    """One operation for the operations ``inside`` of a group, with ``outputs``."""
     inputs = dict.fromkeys(source for each in inside for source in each.inputs
                            if groups[source[0]] != group)
     waits = dict.fromkeys(wait for each in inside for wait in each.waits if groups[wait] != group)

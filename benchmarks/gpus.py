@@ -148,7 +148,6 @@ class Check:
 
     @property
     def apart(self) -> float:
-        """The relative error of the simulation."""
         return abs(self.simulated / self.published - 1)
 
 
@@ -164,12 +163,7 @@ def traced(case: Case, count: int, merge: str, rows: int | None = None,
            peer_gpus: Mapping[int, frozenset[int]] | None = None) -> Step:
     """Traces a step of ``case`` on ``count`` GPUs; for MirroredStrategy, on the first one.
 
-    Args:
-      case: the model.
-      count: the number of GPUs.
-      merge: the merge device, :data:`OWN_STATISTICS`, :data:`MIRRORED` or :data:`ONE`.
-      rows: the rows of each GPU; None for the default of the case.
-      peer_gpus: see :func:`on_gpus.tracing`.
+    ``merge`` is as in :class:`Result`, ``peer_gpus`` as in :func:`on_gpus.tracing`.
     """
     rows = case.rows if rows is None else rows
     strategy = None
@@ -262,7 +256,6 @@ class Simulation:
 
     def _run(self, name: str, machine: str, count: int, merge: str, step: Step, xla: bool,
              one_gpu: Result | None) -> Result:
-        """Simulates a traced step; ``one_gpu`` is the result that gives the efficiency."""
         server = links.MACHINES[machine]
         operations, timeline = self._timeline(step, server, count, xla, self.factor(server.gpu))
         peak = {} if xla else memory.peaks(operations, timeline)
@@ -300,7 +293,6 @@ class Simulation:
 
     @property
     def factors(self) -> dict[str, float]:
-        """The factors that were needed so far, by the name of the GPU."""
         return dict(self._factors)
 
 

@@ -25,14 +25,14 @@ def missing(operations: Iterable[tuple[Any, str]]) -> collections.Counter[str]:
     Args:
       operations: pairs of a NodeDef and a device, from :func:`on_gpus.nodes`.
     """
-    found: collections.Counter[str] = collections.Counter()
+    counts: collections.Counter[str] = collections.Counter()
     for node, device in operations:
         if device.startswith("GPU") and node.op not in _NO_KERNEL_NEEDED \
                 and not has_gpu_kernel(node):
             types = ", ".join(f"{attribute}={'/'.join(names)}"
                               for attribute, names in sorted(_types(node).items()))
-            found[f"{node.op} {types}".strip()] += 1
-    return found
+            counts[f"{node.op} {types}".strip()] += 1
+    return counts
 
 
 def has_gpu_kernel(node: Any) -> bool:
@@ -59,7 +59,6 @@ def _allowed(constraint: Any) -> set[str]:
 
 @functools.cache
 def _gpu_kernels(op: str) -> list[dict[str, set[str]]]:
-    """For each GPU kernel of a type of operation, the dtypes that its attributes may have."""
     return [{constraint.name: _allowed(constraint) for constraint in kernel.constraint}
             for kernel in kernels.get_registered_kernels_for_op(op).kernel
             if kernel.device_type in ("GPU", "DEFAULT") and not kernel.label]
@@ -68,11 +67,11 @@ def _gpu_kernels(op: str) -> list[dict[str, set[str]]]:
 def _types(node: Any) -> dict[str, list[str]]:
     """The dtypes of a node's attributes, also of attributes that have their default value."""
     definition = op_def_registry.get(node.op)
-    found = {}
+    dtypes = {}
     for attribute in definition.attr if definition is not None else ():
         value = node.attr.get(attribute.name, attribute.default_value)
         if attribute.type == "type":
-            found[attribute.name] = [tf.as_dtype(value.type).name]
+            dtypes[attribute.name] = [tf.as_dtype(value.type).name]
         elif attribute.type == "list(type)":
-            found[attribute.name] = [tf.as_dtype(number).name for number in value.list.type]
-    return found
+            dtypes[attribute.name] = [tf.as_dtype(number).name for number in value.list.type]
+    return dtypes

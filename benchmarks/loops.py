@@ -47,8 +47,7 @@ class Cost:
 
 @functools.cache
 def _strategy(name: str, devices: tuple[str, ...]) -> tf.distribute.Strategy:
-    """The strategy for all cases: a second MirroredStrategy on the same devices cancels functions.
-    """
+    """The strategy for all cases: a second MirroredStrategy on these devices cancels functions."""
     return strategies.STRATEGIES[name](list(devices), None)
 
 
@@ -67,16 +66,7 @@ def _make_step(model: Any) -> Any:
 
 def measure(keras: Any, case: cases.Case, devices: list[str], rounds: int, steps: int,
             small: bool = False) -> dict[str, Cost]:
-    """The costs by variant.
-
-    Args:
-      keras: ``keras`` or ``tf_keras``.
-      case: the model.
-      devices: the devices of the towers.
-      rounds: the number of rounds.
-      steps: the steps of a round.
-      small: whether to make a small model.
-    """
+    """The costs by variant, of models of ``keras``; a round has ``steps`` steps."""
     loops, costs = {}, {}
     for name, (strategy_name, make) in VARIANTS.items():
         strategy = _strategy(strategy_name, tuple(devices))

@@ -121,7 +121,6 @@ def _run(command: list[str], seconds: float) -> bool:
 
 
 def _addresses(count: int) -> list[str]:
-    """``count`` addresses with free ports on the loopback device."""
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     addresses = [f"127.0.0.1:{each.getsockname()[1]}" for each in sockets]
     for each in sockets:
@@ -132,27 +131,27 @@ def _addresses(count: int) -> list[str]:
 def _cluster_figures(folder: pathlib.Path, workers: int, error: str) -> dict[str, Any]:
     """The figures of the cluster, or the ``error`` of a worker.
 
-    The step time is the workers' median, the first step's time and ``worker_mb`` are their maximum.
-    Bytes between processes are the first worker's count.  The others are sums over workers.
+    Step time: the median over workers.  ``first_step_s``, ``worker_mb``: the maximum.  Bytes
+    between processes: the first worker's count.  Others: the sum.
     """
-    found = []
+    figures = []
     for index in range(workers):
         file = folder / f"{index}.json"
         if not file.exists():
             last = ((folder / f"{index}.log").read_text().strip() or "no message").splitlines()[-1]
             return {"error": error or f"worker {index}: {last[:300]}"}
-        found.append(json.loads(file.read_text()))
-    failed = [f"worker {index}: {each['error']}" for index, each in enumerate(found)
+        figures.append(json.loads(file.read_text()))
+    failed = [f"worker {index}: {each['error']}" for index, each in enumerate(figures)
               if "error" in each]
     if failed:
         return {"error": failed[0]}
-    return {"step_ms": statistics.median(each["step_ms"] for each in found),
-            "cpu_ms": sum(each["cpu_ms"] for each in found),
-            "first_step_s": max(each["first_step_s"] for each in found),
-            "first_cpu_s": sum(each["first_cpu_s"] for each in found),
-            "peak_mb": sum(each["peak_mb"] for each in found),
-            "worker_mb": max(each["peak_mb"] for each in found),
-            "between_mb": found[0]["between_mb"]}
+    return {"step_ms": statistics.median(each["step_ms"] for each in figures),
+            "cpu_ms": sum(each["cpu_ms"] for each in figures),
+            "first_step_s": max(each["first_step_s"] for each in figures),
+            "first_cpu_s": sum(each["first_cpu_s"] for each in figures),
+            "peak_mb": sum(each["peak_mb"] for each in figures),
+            "worker_mb": max(each["peak_mb"] for each in figures),
+            "between_mb": figures[0]["between_mb"]}
 
 
 def medians(runs: list[tuple[Job, dict[str, Any]]]) -> Figures:
@@ -191,11 +190,11 @@ def format_growth(figures: Figures) -> str:
     """The table of figures per worker, over those in the smallest cluster of such workers."""
     lines = []
     for job, values in figures.items():
-        alike = [other for other in figures if "error" not in figures[other]
-                 and (other.case, other.strategy, other.towers)
-                 == (job.case, job.strategy, job.towers)]
-        if "error" in values or len(alike) < 2 or job == (
-                smallest := min(alike, key=lambda other: other.workers)):
+        similar = [other for other in figures if "error" not in figures[other]
+                   and (other.case, other.strategy, other.towers)
+                   == (job.case, job.strategy, job.towers)]
+        if "error" in values or len(similar) < 2 or job == (
+                smallest := min(similar, key=lambda other: other.workers)):
             continue
         base, few = figures[smallest], smallest.workers
         lines.append([job.case, job.strategy, f"{few} -> {job.workers} x {job.towers}", *(

@@ -1,6 +1,6 @@
 """Measures one model with one setup of :mod:`benchmarks.one_gpu`.
 
-Goes in: a cell and options, as JSON, and the end of the standard input as the signal to begin.
+Goes in: a cell and options as JSON; the end of the standard input is the signal to begin.
 Comes out: a JSON file with the figures, or the ``error`` if it failed.
 
 The input pipeline is not measured: two small batches are cached.  Words are sent as they are.  For

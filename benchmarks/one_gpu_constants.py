@@ -44,13 +44,13 @@ def measure(host: str, gpu: str, quick: bool) -> dict[str, float | str]:
         lambda: _peak_rates(gpu, quick),
         lambda: _batch_norm_times(gpu, (4, 8, 8, 16) if quick else _BATCH_NORM_SHAPE),
     ]
-    found: dict[str, float | str] = {}
+    figures: dict[str, float | str] = {}
     for number, group in enumerate(groups):
         try:
-            found.update(group())
+            figures.update(group())
         except Exception as error:  # the other figures can still be measured
-            found[f"group {number} failed"] = f"{type(error).__name__}: {error}"[:300]
-    return found
+            figures[f"group {number} failed"] = f"{type(error).__name__}: {error}"[:300]
+    return figures
 
 
 def _call_seconds(step: Callable[[], tf.Tensor]) -> tuple[float, float]:

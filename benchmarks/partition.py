@@ -79,7 +79,6 @@ class PartitionedStep:
         return sum(self.seconds.values()) / self.seconds["trace"] - 1
 
     def counts(self) -> dict[str, int]:
-        """The counts that ``guard`` compares."""
         return {"operations": self.operations, "calls": self.calls, "crossings": self.crossings,
                 "crossing_bytes": self.crossing_bytes}
 
@@ -126,9 +125,9 @@ def partitioned(name: str, devices: Sequence[str], count_calls: bool = False) ->
 @contextlib.contextmanager
 def _profiled(seconds: dict[str, float], graphs: list[Any],
               calls: list[int] | None) -> Iterator[None]:
-    """A context that adds to ``seconds`` by part, to the traced ``graphs``, and to ``calls``.
+    """A context that adds CPU ``seconds`` by part, the traced ``graphs``, and the number of calls.
 
-    ``calls[0]`` counts the calls of Python functions outside of the trace.
+    It counts the calls of Python functions outside of the trace in ``calls[0]``.
     """
     def count(frame: Any, event: str, argument: Any) -> None:
         del frame, argument

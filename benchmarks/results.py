@@ -43,7 +43,6 @@ class Verdict:
 
     @property
     def holds(self) -> bool:
-        """Whether the target is reached."""
         return self.measured <= self.limit
 
 

@@ -66,7 +66,7 @@ def _is_collective(operation: flat.Operation) -> bool:
 def _all_reduce_bytes(operation: flat.Operation) -> float:
     """The bytes whose all-reduce takes as long as the collective.
 
-    In an all-gather, the slices of R-1 of R GPUs pass each link once; in an all-reduce, twice.
+    Slices pass each link once in an all-gather, twice in an all-reduce.
     """
     size, = operation.sizes
     return size / 2 if operation.type == _GATHERED else size

@@ -125,7 +125,6 @@ class _Simulation:
         return len(inputs)
 
     def _at(self, time: float, handle: Callable[..., None], *arguments: Any) -> None:
-        """Adds an event: ``handle`` is called at ``time``."""
         self._event_count += 1
         heapq.heappush(self._events, (time, self._event_count, handle, arguments))
 
@@ -181,7 +180,6 @@ class _Simulation:
         return end if host else started
 
     def _launched(self, now: float, number: int) -> None:
-        """The readers of an operation's outputs may start."""
         for copy in self._copies[number].values():
             self._enqueue(now, copy)
         self._notify(now, self._local_readers[number])
@@ -222,7 +220,6 @@ class _Simulation:
         self._at(end + links.LATENCY, self._arrived, copy)
 
     def _end_copy(self, now: float, stream: str) -> None:
-        """The first copy of a stream ends, and the next one may begin."""
         self._streams[stream].popleft()
         if self._streams[stream]:
             self._at(max(now, self._streams[stream][0].earliest), self._begin_copy, stream)

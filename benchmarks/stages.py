@@ -57,19 +57,12 @@ Figures = dict["Job", dict[str, Any]]
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A case and its devices, which one process measures.
-
-    Attributes:
-      case: a name of :data:`CASES`.
-      towers: the number of towers; 0: no strategy.
-      stages: the number of stages of each tower.
-      parts: the number of micro-batches.
-    """
+    """A case and its devices, which one process measures."""
 
     case: str
-    towers: int = 1
-    stages: int = 1
-    parts: int = 1
+    towers: int = 1  # 0: no strategy
+    stages: int = 1  # of each tower
+    parts: int = 1  # micro-batches
 
     def __str__(self) -> str:
         if not self.towers:
@@ -193,7 +186,6 @@ def _passes(operations: Sequence[Any], job: Job) -> dict[Pass, list[int]]:
 
 
 def _idle(timeline: Any, stages: int) -> float:
-    """The part of the step time in which a GPU is idle, the mean over GPUs."""
     busy = sum(timeline.busy.get(f"GPU:{stage}", 0.0) for stage in range(stages))
     return 1 - busy / (stages * timeline.seconds)
 

@@ -35,10 +35,7 @@ def named_parameters(*cases, marks):
 
 
 def turns(*cases):
-    """``parameterized.named_parameters``, with all cases but one marked wide.
-
-    The case that is not wide changes from test to test of a file.
-    """
+    """``parameterized.named_parameters``; one case is not wide, in each test of a file another."""
     def decorate(test):
         turn = next(_turns[test.__module__]) % len(cases)
         return _marked(parameterized.named_parameters(*cases),
@@ -54,8 +51,8 @@ _turns = collections.defaultdict(itertools.count)
 def product(in_default=1, in_wide=2, /, **parameters):
     """``parameterized.product``, with marks.
 
-    The cases without marks have every combination of values of ``in_default`` parameters; with the
-    wide ones, of ``in_wide`` parameters.  All others are marked ``rest``.
+    Unmarked cases have every combination of values of ``in_default`` parameters, wide ones those of
+    ``in_wide`` parameters.  All others are marked ``rest``.
     """
     choices = [range(len(values)) for values in parameters.values()]
     default, wide = few(in_default, choices), few(in_wide, choices)
@@ -67,17 +64,12 @@ def product(in_default=1, in_wide=2, /, **parameters):
 
 
 def _marked(decorator, marks):
-    """A decorator that makes the cases of ``decorator`` and gives each its marks."""
     return lambda test: [functools.reduce(lambda case, mark: mark(case), of_case, case)
                          for of_case, case in zip(marks, decorator(test), strict=True)]
 
 
 def few(count, choices):
-    """Few cases that have every combination of values of any ``count`` parameters.
-
-    Args:
-      count: the number of parameters of a combination.
-      choices: for each parameter, the indices of its values.
+    """Few cases, as indices in ``choices``, with every combination of values of ``count`` of them.
     """
     cases = list(itertools.product(*choices))
     missing = set().union(*(_combinations(case, count) for case in cases))
@@ -94,5 +86,4 @@ def few(count, choices):
 
 
 def _combinations(case, count):
-    """The combinations of ``count`` values of a case, as (parameter, index) pairs."""
     return set(itertools.combinations(enumerate(case), count))

@@ -1,5 +1,4 @@
-"""Runs ``python -m tests.parity``: every parity case on towers and on one device (:mod:`product`).
-"""
+"""``python -m tests.parity`` runs all parity cases on towers and one device: :mod:`product`."""
 
 import sys
 

@@ -40,15 +40,9 @@ AFTER = {"batches": ("predict",), "losses": ("evaluate",),
 
 @dataclasses.dataclass(frozen=True)
 class Towers:
-    """The towers of a training.
+    """The number of towers, their merge device (one of :data:`MERGES`) and the strategy's options.
 
-    Attributes:
-      count: the number of towers.
-      merge: the merge device, one of :data:`MERGES`; not used with several stages, whose gradients
-        are merged where their weights are.
-      shares: the ``shares`` of the strategy.
-      micro_batches: the number of micro-batches.
-      stages: the number of stages of each tower.
+    With several stages ``merge`` is not used: gradients are merged where the weights are.
     """
 
     count: int
@@ -85,7 +79,6 @@ class Difference:
 
     @property
     def worst(self) -> float:
-        """The largest of all differences."""
         return max(self.by_kind.values())
 
     def __str__(self) -> str:
@@ -112,8 +105,7 @@ UNCUT = re.compile("cannot be cut into the|layer.s. for them")
 
 
 def core() -> list[tuple[cases.Case, str, Towers]]:
-    """Every case, wide ones last, each in one Keras version and on one choice of towers, in turn.
-    """
+    """Every case, wide ones last, each in one Keras version and on one of the towers, in turn."""
     # The order of the versions changes from round to round, so that each runs on all towers.
     ordered = sorted(cases.CASES.values(), key=lambda case: case.wide)
     return [(case, case.keras[(number + number // len(CORE_TOWERS)) % len(case.keras)],
@@ -185,7 +177,6 @@ def train(case: cases.Case, keras: Any,
 
 
 def _results(keras: Any, run: cases.Run, after: Sequence[str]) -> dict[str, Any]:
-    """Fits the model of a run and calls the methods ``after``; see :func:`train`."""
     model, batch_logs, epochs = run.model, _batch_logs(keras), []
     results: dict[str, Any] = {"initial weights": _arrays(model.get_weights())}
     labels = {} if run.y is None else {"y": run.y}

@@ -85,12 +85,9 @@ class Outcome:
 
 
 def prove(sample: Sample, most: int | None = None, kinds: int = KINDS_OF_SHAPES) -> Outcome:
-    """Runs the claims of the table for a sample.
+    """Runs all claims for a sample, or ``most`` claims, drawn at random.
 
-    Args:
-      sample: the sample.
-      most: the number of claims to run, drawn at random; None for all.
-      kinds: the number of kinds of static shapes to try: known shapes, and others drawn at random.
+    ``kinds`` is the number of kinds of static shapes: known shapes, and others drawn at random.
     """
     outcome = Outcome()
     claims = list(itertools.islice(_claims(sample, kinds), most))
@@ -109,7 +106,6 @@ def prove(sample: Sample, most: int | None = None, kinds: int = KINDS_OF_SHAPES)
 
 
 def _claim_text(sample: Sample, claim: Layout) -> str:
-    """The inputs of a claim and its plans, for a message."""
     inputs = [
         f"{tensor.shape} {format_specs(claim.specs[tensor.name])}"
         for tensor in claim.graph.inputs
@@ -126,9 +122,8 @@ def _claim_text(sample: Sample, claim: Layout) -> str:
 
 def format_specs(*specs: Spec) -> str:
     """The specs as a short text."""
-    return ", ".join(
-        f"{type(spec).__name__}({', '.join(map(str, _changed_fields(spec)))})" for spec in specs
-    )
+    texts = [", ".join(map(str, _changed_fields(spec))) for spec in specs]
+    return ", ".join(f"{type(spec).__name__}({text})" for spec, text in zip(specs, texts))
 
 
 def _changed_fields(spec: Spec) -> list[Any]:
@@ -253,12 +248,7 @@ def _dtype(array: np.ndarray) -> tf.DType:
 def _run_claims(
     sample: Sample, claims: Sequence[Layout], rows: tuple[int, ...]
 ) -> list[tuple[Layout, str, bool]]:
-    """Runs claims on towers with ``rows``.
-
-    Returns:
-      For each claim: the claim, what is wrong with it ("" if nothing is), and whether TensorFlow
-      failed to run it.
-    """
+    """Runs claims; returns each with its problem ("" if none) and whether TensorFlow failed."""
     if not claims:
         return []
     try:
@@ -378,7 +368,6 @@ class _Emitter:
     def _constants(
         self, index: int, spec: Spec | None, split: Callable[[np.ndarray], list[np.ndarray]]
     ) -> list[Any]:
-        """Constants with the pieces of an input, which claims of the same spec share."""
         if (index, spec) not in self._refs:
             array = self._sample.arrays[index]
             self._refs[index, spec] = [
@@ -388,12 +377,9 @@ class _Emitter:
 
 
 class _Emitted:
-    """The emitted nodes of a claim: for each output, the whole tensor and the towers' parts.
+    """The outputs of an emitted claim, whole and as the towers' parts.
 
-    Attributes:
-      specs: the specs of the outputs.
-      refs: for each output, the nodes of the whole tensor and of the parts.
-      fetches: the same as tensors, after :meth:`_Emitter.finish`.
+    ``refs`` has their nodes, ``fetches`` their tensors, after :meth:`_Emitter.finish`.
     """
 
     def __init__(self, outputs: Sequence[tuple[Value, Spec]], rows: tuple[int, ...]) -> None:
@@ -536,7 +522,6 @@ def _parts_problem(
 
 
 def _difference(got: np.ndarray, wanted: np.ndarray) -> str:
-    """How an array differs from the expected one; "" if it does not."""
     got, wanted = np.asarray(got), np.asarray(wanted)
     if got.shape != wanted.shape:
         return f"shape {got.shape} in place of {wanted.shape}"
