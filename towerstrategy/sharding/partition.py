@@ -32,7 +32,7 @@ from towerstrategy.sharding.spec import (
     Spec,
 )
 from towerstrategy.sharding.towers import Towers
-from towerstrategy.sharding.values import Value
+from towerstrategy.sharding.values import Value, padded
 
 LARGEST_REPEATED = 4096  # bytes of a constant of which each tower's part of the graph has a copy
 
@@ -187,8 +187,7 @@ class Partition:
         """The outputs of an operation that runs on each tower."""
         rows = None
         if plan.padded and towers.replicas > 1:
-            rows = next(value for value in values if isinstance(value.spec, Sharded))
-            values = [value.padded(int(at in plan.ones)) for at, value in enumerate(values)]
+            values, rows = padded(values, plan.ones)
         if plan.sizes is not None:
             values = [*values[:-1], values[-1].as_constant(plan.sizes, operation.inputs[-1].dtype)]
         maker = Maker(operation, values, towers, "" if plan.make is None else next(

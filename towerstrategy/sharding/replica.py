@@ -29,7 +29,7 @@ from towerstrategy.sharding.rules.registry import Op, Plan
 from towerstrategy.sharding.spec import PER_TOWER, REPLICATED, SUM, Sharded, Spec
 from towerstrategy.sharding.towers import Towers
 from towerstrategy.sharding.traffic import Traffic
-from towerstrategy.sharding.values import Value, captured
+from towerstrategy.sharding.values import Value, captured, padded
 
 
 class NeedsOwnTrace(BaseException):
@@ -168,9 +168,9 @@ class PerTowerTensors:
             elif self._runs_on_each(operation, input_specs):
                 for name in _tf.functions_of(operation.operation):
                     self._check_function(name)
-                padded = _padded_plan(operation, local) if self._filled else None
+                padding = _padded_plan(operation, local) if self._filled else None
                 gives = [PER_TOWER] * len(operation.outputs)
-                plan = OnEachTower(input_specs, gives, padded_plan=padded)
+                plan = OnEachTower(input_specs, gives, padded_plan=padding)
             elif PER_TOWER in input_specs:  # at a sync point tower 0's tensor counts for all
                 plan = registry.once(operation)
             else:
@@ -337,7 +337,7 @@ class ReplicaPartition(Partition):
         self._values.update(zip(operation.output_names, outputs))
 
     def _on_each_tower(self, operation: Op, values: Sequence[Value], padded_plan: Plan | None
-                 ) -> list[Value]:
+                       ) -> list[Value]:
         """The outputs of an operation that each tower runs, padded by a plan if there is one."""
         towers = self._towers.at(self._stages.get(operation.name, self._towers.stage))
         device = operation.definition.device
@@ -345,10 +345,9 @@ class ReplicaPartition(Partition):
         home = device or self._variable_device(operation, values)
         controls = self._controls(operation)
         if padded_plan is not None:
-            values = [value if spec == REPLICATED else _with_spec(value, spec)
-                      for value, spec in zip(values, padded_plan.takes)]
-            rows = next(value for value in values if isinstance(value.spec, Sharded))
-            values = [value.padded(int(at in padded_plan.ones)) for at, value in enumerate(values)]
+            values, rows = padded([value if spec == REPLICATED else _with_spec(value, spec)
+                                   for value, spec in zip(values, padded_plan.takes)],
+                                  padded_plan.ones)
         part = Lazily(lambda tower: self._copy(
             operation, [value.part(tower) for value in values], home or towers.devices[tower],
             tower, self._controls_on(controls, tower), _attributes_with_seed(operation, tower)))

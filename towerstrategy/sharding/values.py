@@ -281,6 +281,12 @@ class Value:
         return towers.on_host("GatherV2", shape, towers.number(dim), towers.number(0, tf.int32))
 
 
+def padded(values: Sequence[Value], ones: Sequence[int]) -> tuple[list[Value], Value]:
+    """An operation's inputs, padded (by a 1 for inputs ``ones``); and the first that has rows."""
+    rows = next(value for value in values if isinstance(value.spec, Sharded))
+    return [value.padded(int(at in ones)) for at, value in enumerate(values)], rows
+
+
 def captured(towers: Towers, outer: Any, shape: tf.TensorShape) -> Value:
     """The value of an outer tensor that a traced graph has captured."""
     build = towers.builder
