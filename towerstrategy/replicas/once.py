@@ -26,7 +26,7 @@ from towerstrategy.replicas import enclosed
 from towerstrategy.sharding import contract, replica, step, traffic
 from towerstrategy.sharding.builder import Builder
 from towerstrategy.sharding.replica import NeedsOwnTrace
-from towerstrategy.variables import alone, tower_local
+from towerstrategy.variables import alone, rules, tower_local
 
 
 def call(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: Any, kwargs: Any,
@@ -276,16 +276,16 @@ class _Once(contexts.Call):
 
 
 # Types whose attributes hold no tensors that differ between towers.
-_PLAIN = (tf.Tensor, tf.Operation, _tf.CompositeTensor, tf.Variable, _tf.DistributedVariable,
-          tf.DType, tf.TensorShape, tf.TypeSpec, enum.Enum, type)
+_PLAIN = (tf.Tensor, tf.Operation, _tf.CompositeTensor, tf.DType, tf.TensorShape, tf.TypeSpec,
+          enum.Enum, type)
 
 
 def _check_plain(value: Any) -> None:
     """Raises if an object in a nest may hold tensors in its attributes or its closure."""
     for leaf in tf.nest.flatten(value):
-        is_variable = isinstance(getattr(leaf, "handle", None), tf.Tensor)  # Keras 3's, too
         if _tf.is_unread_variable(leaf) or (
-                hasattr(leaf, "__dict__") and not is_variable and not isinstance(leaf, _PLAIN)):
+                hasattr(leaf, "__dict__") and not isinstance(leaf, _PLAIN)
+                and not _tf.is_variable(rules.held_variable(leaf))):
             raise NeedsOwnTrace(f"it hands on a {type(leaf).__name__}, in which tensors cannot "
                                 "be looked up")
 
