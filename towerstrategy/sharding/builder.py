@@ -153,8 +153,8 @@ class Builder:
             graph_def.node.add(name=node.name, op=node.op, input=node.input,
                                device=node.device).MergeFromString(node.attributes)
         used = {text for node in self.nodes.values() for text in node.input}
-        outer = {f"{node}:{output}": tensor for (node, output), tensor in self._outer.items()
-                 if Ref(node, output, tensor.dtype).input in used}  # TensorFlow refuses others
+        outer = {text: tensor for key, tensor in self._outer.items()  # TensorFlow refuses others
+                 if (text := Ref(*key, tensor.dtype).input) in used}
         with self.graph.as_default(), tf.device(None):
             imported = tf.graph_util.import_graph_def(graph_def, outer, list(self.nodes), name="")
         self._operations = dict(zip(self.nodes, imported))
