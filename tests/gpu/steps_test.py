@@ -249,7 +249,11 @@ class PeakTest(parameterized.TestCase):
 
     @parameterized.parameters(wide_dense, wide_transformer)
     def test_peak(self, make):
-        """Else what fits one GPU, or MirroredStrategy, is out of memory on two."""
+        """Else what fits two GPUs with MirroredStrategy is out of memory.
+
+        Of one GPU it says nothing: each of two holds half of the weights and slots, and for a step
+        a copy of the other half and gradients of all, which on one GPU are there one by one.
+        """
         ours, bounds = peaks(towerstrategy.TowerStrategy(TOWERS, "balanced"), make)
         one = peaks(tf.distribute.get_strategy(), make)[0]
         # NCCL refuses two ranks on one GPU.
@@ -263,6 +267,5 @@ class PeakTest(parameterized.TestCase):
         print(make.__name__, said)
         for found, bound in zip(ours, bounds):
             self.assertLessEqual(found, bound, said)
-        self.assertLess(max(ours), one[0], said)
         self.assertLess(max(ours), max(mirrored), said)
         self.assertLess(max(ours), merged[0], said)  # so a GPU that holds more is seen
