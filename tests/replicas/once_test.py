@@ -314,17 +314,21 @@ class TotalsTest(parameterized.TestCase):
         self.assertLen([each for each in made if each.type == "MatMul"], 1)
         self.assertEmpty([each for each in made if each.type in ("AddN", "SelectV2")])
 
-    def test_convolutions_on_a_tower_without_rows(self):
+    @parameterized.parameters(lambda fn: fn, tf.function)
+    def test_convolutions_on_a_tower_without_rows(self, nested):
         """Else oneDNN's kernels fail, or return wrong shapes, for a last batch of a few rows."""
         strategy, start = strategy_with(True), np.random.rand(3, 3, 2, 4).astype("f")
         weight, optimizer = descending(strategy, start)
 
         def gradient(x):
             with tf.GradientTape() as tape:
-                y = tf.nn.bias_add(tf.nn.conv2d(x, weight, 1, "VALID"), tf.ones([4]))
-                loss = tf.reduce_mean(tf.nn.max_pool2d(tf.nn.relu(y), 2, 2, "VALID"), [1, 2, 3])
-                loss = tf.reduce_sum(loss)
+                loss = tf.reduce_sum(layers(x))
             return tape.gradient(loss, weight)
+
+        @nested
+        def layers(x):
+            y = tf.nn.bias_add(tf.nn.conv2d(x, weight, 1, "VALID"), tf.ones([4]))
+            return tf.reduce_mean(tf.nn.max_pool2d(tf.nn.relu(y), 2, 2, "VALID"), [1, 2, 3])
 
         @tf.function(reduce_retracing=True)
         def loop(x):
@@ -336,6 +340,40 @@ class TotalsTest(parameterized.TestCase):
             loop(strategy.split(x))
             np.testing.assert_allclose(weight.numpy(), wanted, atol=1e-5)
         self.assertEmpty(strategy.extended.own_trace_reasons)
+
+    def test_what_nested_functions_draw(self):
+        """Else each tower is traced, for minutes in a large model, or all towers draw the same."""
+        strategy = strategy_with(True)
+        dropout = tf.function(lambda x: tf.nn.dropout(tf.ones_like(x), 0.5))
+        outer = tf.function(lambda x: dropout(x) + 0. * x)
+        parts, = strategy.split((tf.ones([90, 40]),))
+        run = tf.function(lambda x: strategy.run(outer, (x,)))
+        drawn = [value.numpy() for _ in range(2)
+                 for value in strategy.experimental_local_results(run(parts))]
+        self.assertLen({each.tobytes() for each in drawn}, 2 * len(DEVICES))
+        for each in drawn:
+            self.assertBetween(np.count_nonzero(each) / each.size, .4, .6)
+        self.assertEmpty(strategy.extended.own_trace_reasons)
+
+    def test_what_nested_functions_write(self):
+        """Else a write in a nested function is lost, or seen too early."""
+        def fn(x, total):
+            @tf.function
+            def add(x):
+                before = tf.identity(total)
+                total.assign_add(tf.reduce_sum(x))
+                return before
+            return add(x), add(x), tf.identity(total)
+
+        for trace_once in (True, False):
+            strategy = strategy_with(trace_once)
+            with strategy.scope():
+                total = tf.Variable(0., synchronization=tf.VariableSynchronization.ON_READ,
+                                    aggregation=tf.VariableAggregation.SUM)
+            results = results_of(strategy, lambda x, total=total: fn(x, total))
+            self.assertEqual(np.array(results).T.tolist(), [
+                [0., part, 2 * part] for part in (6., 22., 38.)])
+            self.assertEqual(float(total.read_value()), 132.)
 
     def test_what_apply_gradients_returns(self):
         """Else each tower is traced where a step's last line is ``return apply_gradients(...)``."""
@@ -427,9 +465,9 @@ class StepsAsideTest(parameterized.TestCase):
     @parameterized.named_parameters(
         ("python_number", lambda x: x * context().tower, "Python number"),
         ("python_device", lambda x: x + len(context().devices[0]), "Python number"),
-        ("random_in_function",
-         lambda x: tf.function(lambda: tf.shape(tf.random.uniform([2], seed=1)))(),
-         "nested function"),
+        ("random_in_branch", lambda x: tf.cond(
+            x[0, 0] < 0, lambda: tf.shape(x), lambda: tf.shape(tf.random.uniform([2, 2], seed=1))),
+         "branch"),
         ("tensor_array", lambda x: tf.TensorArray(tf.float32, 1).write(0, x[0]), "TensorArray"),
     )
     def test_reason(self, fn, reason):

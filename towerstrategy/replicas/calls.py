@@ -23,7 +23,7 @@ from towerstrategy.batch import sub_batches
 from towerstrategy.merge import results, shares as shares_lib
 from towerstrategy.placement import scopes
 from towerstrategy.replicas import enclosed, once, threads
-from towerstrategy.sharding.replica import NeedsOwnTrace
+from towerstrategy.sharding.replica_plans import NeedsOwnTrace
 
 
 def call_each(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: Any,

@@ -25,7 +25,7 @@ from towerstrategy.merge import results, shares as shares_lib
 from towerstrategy.replicas import enclosed
 from towerstrategy.sharding import contract, replica, step, traffic
 from towerstrategy.sharding.builder import Builder
-from towerstrategy.sharding.replica import NeedsOwnTrace
+from towerstrategy.sharding.replica_plans import NeedsOwnTrace
 from towerstrategy.variables import alone, rules, tower_local
 
 

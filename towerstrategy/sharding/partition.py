@@ -260,7 +260,7 @@ class Partition:
     def _inlined(self, operation: Op, layout: Layout, values: Sequence[Value],
                  controls: list[str], towers: Towers) -> list[Value]:
         """The outputs of a call, whose function body is inlined."""
-        inner = Partition(towers, f"{self._scope}{operation.name}/", self._once_scope_of(operation))
+        inner = self._within(towers, operation)
         inner._checks = self._checks
         results = inner.run(layout, values, controls, self._output_devices(operation))
         for value, tensor in zip(results, operation.outputs):
@@ -269,6 +269,10 @@ class Partition:
             self._nodes[operation.name] += inner.effects
         self.effects += inner.effects
         return results
+
+    def _within(self, towers: Towers, operation: Op) -> Partition:
+        """The partition of a call's body."""
+        return Partition(towers, f"{self._scope}{operation.name}/", self._once_scope_of(operation))
 
     def _in_one_op(self, operation: Op, plan: Nested, values: Sequence[Value],
                    controls: list[str], towers: Towers) -> list[Value]:

@@ -3,16 +3,14 @@
 Goes in: the traced graph; each tower's tensors in place of tower 0's inputs; the operations of sync
 points.  Comes out: nodes, collected by the partition of one-device steps.
 
-Nothing is redistributed.  Each tower runs the operations that take a tensor of which each tower has
-its own, and the operations that draw, keep a state or have an effect.  All other operations run
-once, and so do those of sync points, which get a tower's tensor by
+Nothing is redistributed.  Towers run operations by their plans (:mod:`replica_plans`); all other
+operations run once, and so do those of sync points, which get a tower's tensor by
 :meth:`PerTowerTensors.of_tower`.
 """
 
 from __future__ import annotations
 
 import collections
-import dataclasses
 import functools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -20,34 +18,16 @@ from typing import Any
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy.sharding import blocks, graphs, propagate
+from towerstrategy.sharding import blocks, graphs, homes, propagate, replica_plans
 from towerstrategy.sharding.builder import Ref
 from towerstrategy.sharding.contract import Contract
 from towerstrategy.sharding.partition import Lazily, Partition
 from towerstrategy.sharding.rules import registry
 from towerstrategy.sharding.rules.registry import Op, Plan
-from towerstrategy.sharding.spec import PER_TOWER, REPLICATED, SUM, Sharded, Spec
+from towerstrategy.sharding.spec import PER_TOWER, REPLICATED, Sharded, Spec
 from towerstrategy.sharding.towers import Towers
 from towerstrategy.sharding.traffic import Traffic
 from towerstrategy.sharding.values import Value, captured, padded
-
-
-class NeedsOwnTrace(BaseException):
-    """The function must be traced for each tower; the message says why.
-
-    It is no ``Exception``, so that handlers in the traced code do not catch it.
-    """
-
-
-@dataclasses.dataclass
-class OnEachTower(Plan):
-    """Each tower runs the operation with its own tensors."""
-
-    padded_plan: Plan | None = None  # the table's, if a tower without rows must pad its inputs
-
-
-class WithAllRows(Plan):
-    """The operation runs once, with all towers' rows, instead of on each tower before a sum."""
 
 
 class PerTowerTensors:
@@ -64,7 +44,6 @@ class PerTowerTensors:
         self._sums: set[str] = set()  # operations that return the sum over towers
         self._sync_ops: set[str] = set()  # operations of sync points
         self._captures: dict[str, Any] = {}  # placeholder -> outer tensor of all towers
-        self._checked_functions: set[str] = set()  # names of functions without draws
         self._stretch_start = 0  # number of operations before the current stretch of tower 0's
 
     def enter(self, values: Sequence[Any], shape: tf.TensorShape) -> tf.Tensor:
@@ -113,7 +92,7 @@ class PerTowerTensors:
             return False
         if operation.name in self._scatters or operation.name in self._inputs:
             return True
-        if _only_reads(operation):
+        if replica_plans.only_reads(operation):
             return any(map(self.differs, operation.inputs))
         return operation.type != "Placeholder" and operation.name not in self._sync_ops
 
@@ -152,54 +131,28 @@ class PerTowerTensors:
         own = [tensor for tensor in graph.inputs if tensor.op.name in self._inputs]
         specs: dict[str, Spec] = {tensor.name: REPLICATED for tensor in graph.inputs}
         specs.update((tensor.name, PER_TOWER) for tensor in own)
-        local = {tensor.name: _row_spec(tensor) for tensor in own}
+        plans = replica_plans.Plans(bool(self._filled), own)
         layout = propagate.Layout(graph, graphs.needed_in_order(graph), specs, {})
         consumers = collections.Counter(name for each in layout.order for name in each.input_names)
         summed = {each.input_names[0] for each in layout.order if each.name in self._sums
                   and consumers[each.input_names[0]] == 1}
-        for operation in layout.order:
-            if operation.output_names and operation.output_names[0] in specs:
-                continue  # an input
+
+        def plan_of(operation: Op) -> Plan:
             input_specs = layout.inputs_of(operation)
-            rows = None if summed.isdisjoint(operation.output_names) else _specs_of_all_rows(
-                operation, input_specs, states, traffic)
-            if rows is not None:
-                plan: Plan = WithAllRows(rows, [REPLICATED], once=True)
-            elif self._runs_on_each(operation, input_specs):
-                for name in _tf.functions_of(operation.operation):
-                    self._check_function(name)
-                padding = _padded_plan(operation, local) if self._filled else None
-                gives = [PER_TOWER] * len(operation.outputs)
-                plan = OnEachTower(input_specs, gives, padded_plan=padding)
-            elif PER_TOWER in input_specs:  # at a sync point tower 0's tensor counts for all
-                plan = registry.once(operation)
-            else:
-                plan = propagate.once(layout, operation)
-            layout.plans[operation.name] = plan
-            specs.update(zip(operation.output_names, plan.gives))
+            if not summed.isdisjoint(operation.output_names):
+                rows = replica_plans.with_all_rows(operation, input_specs, states, traffic)
+                if rows is not None:
+                    return rows
+            if operation.name in self._scatters:
+                return plans.on_each_tower(operation, input_specs)
+            if operation.name in self._picks or operation.name in self._sync_ops:
+                # Tower 0's tensor counts for all.
+                return registry.once(operation) if PER_TOWER in input_specs \
+                    else propagate.once(layout, operation)
+            return plans.plan_of(layout, operation)
+
+        plans.put(layout, plan_of)
         return layout
-
-    def _runs_on_each(self, operation: Op, specs: Sequence[Any]) -> bool:
-        if operation.name in self._scatters:
-            return True
-        if operation.name in self._picks or operation.name in self._sync_ops:
-            return False
-        return PER_TOWER in specs or operation.is_stateful and not _only_reads(operation.operation)
-
-    def _check_function(self, name: str) -> None:
-        """Raises if a nested function draws numbers, as they would be the same on all towers."""
-        if name in self._checked_functions:
-            return
-        self._checked_functions.add(name)
-        if _tf.asserts(self.graph, name):
-            raise NeedsOwnTrace("an assertion in it would name tower 0 whichever tower fails")
-        definition = _tf.function_definition(self.graph, name)
-        for node in definition.node_def if definition is not None else ():
-            if "seed2" in node.attr:
-                raise NeedsOwnTrace(f"{node.op} inside a nested function would draw the same "
-                                    "numbers on every tower")
-            for called in _tf.functions_in_attributes(node):
-                self._check_function(called)
 
     def inputs(self, towers: Towers) -> list[Value]:
         """The value of each input of the layout."""
@@ -215,9 +168,9 @@ class PerTowerTensors:
 
     def is_transfer(self, layout: propagate.Layout, operation: Op) -> bool:
         """Whether an operation moves towers' own tensors into a sync point, or out of it."""
-        return operation.name in self._picks or operation.name in self._scatters or (
-            operation.name in self._sums
-            and not isinstance(layout.plans.get(operation.before[0]), WithAllRows))
+        return layout.graph is self.graph and (operation.name in self._picks or (
+            operation.name in self._scatters) or operation.name in self._sums
+            and not isinstance(layout.plans.get(operation.before[0]), replica_plans.WithAllRows))
 
     def transfer(self, operation: Op, values: Sequence[Value]) -> tuple[list[Value], list[Ref]]:
         """The output of such an operation, and the tensors that it takes of ``values``."""
@@ -249,61 +202,18 @@ def _outer(towers: Towers, tower: int, value: Any, dtype: tf.DType) -> Ref:
         value, dtype, towers.devices[tower])
 
 
-def _specs_of_all_rows(operation: Op, input_specs: Sequence[Spec], states: Contract,
-                       traffic: Traffic) -> list[Spec] | None:
-    """The specs of an operation's inputs if it should run once, with all rows; else None.
-
-    It should if the towers' outputs add up to its output, by the table, and have more bytes.
-    """
-    specs: list[Spec] = []
-    for spec, tensor in zip(input_specs, operation.inputs):
-        known = REPLICATED if spec == REPLICATED else states.of(tensor).spec
-        if not isinstance(known, Sharded) and spec != REPLICATED or known is None:
-            return None
-        specs.append(known)
-    plan = registry.plan_of(operation, specs)
-    if plan is None or plan.gives != [SUM] or list(plan.takes) != specs:
-        return None
-    return specs if traffic.cheaper(operation, plan, specs).once else None
-
-
-def _padded_plan(operation: Op, local: dict[str, Spec]) -> Plan | None:
-    """The table's plan for an operation that must be padded on a tower without rows; else None.
-
-    ``local`` gets the specs of tensors by name.  A first dimension of unknown size is taken for the
-    rows.  If it is another, the result is right, too: only tensors without entries are padded.
-    """
-    specs = [local.get(name, REPLICATED) for name in operation.input_names]
-    plan = registry.plan_of(operation, specs) if specs.count(REPLICATED) < len(specs) else None
-    if plan is None or plan.make is not None or plan.once or list(plan.takes) != specs:
-        local.update((tensor.name, _row_spec(tensor)) for tensor in operation.outputs)
-        return None
-    local.update(zip(operation.output_names, plan.gives))
-    return plan if plan.padded else None
-
-
-def _row_spec(tensor: tf.Tensor) -> Spec:
-    """The spec of a tensor whose first dimension is taken for the rows if its size is unknown."""
-    return Sharded(0, group="own") if tensor.shape.rank and tensor.shape[0] is None else REPLICATED
-
-
 def _with_spec(value: Value, spec: Spec, device: str = "") -> Value:
     """The same parts as ``value``, with another spec, by which ``device`` can gather them."""
     shape = blocks.opened(value.shape, spec.dim) if isinstance(spec, Sharded) else value.shape
     return Value(value.towers, spec, shape, None, value.part, device or value.device)
 
 
-def _only_reads(operation: tf.Operation) -> bool:
-    """Whether an operation only reads resources, so that it may run once; calls may do more."""
-    handles = [tensor for tensor in operation.inputs if tensor.dtype == tf.resource]
-    return bool(handles) and operation.type not in _tf.CALLERS and not _tf.has_effect(operation)
-
-
 class ReplicaPartition(Partition):
     """Makes the nodes of a replica function."""
 
-    def __init__(self, towers: Towers, tensors: PerTowerTensors) -> None:
-        super().__init__(towers)
+    def __init__(self, towers: Towers, tensors: PerTowerTensors, scope: str = "",
+                 once: str = homes.ONCE) -> None:
+        super().__init__(towers, scope, once)
         self._tensors = tensors
         # The order in which towers run: the first micro-batches of all devices come first.
         micro_batches = len(towers) // len({*towers.devices})
@@ -316,6 +226,12 @@ class ReplicaPartition(Partition):
         del operation
         return self._once_scope  # updates have their own name scope in the trace
 
+    def _within(self, towers: Towers, operation: Op) -> Partition:
+        inner = ReplicaPartition(towers, self._tensors, f"{self._scope}{operation.name}/",
+                                 self._once_scope)
+        inner._writers, inner._readers = self._writers, self._readers
+        return inner
+
     def _operation(self, layout: propagate.Layout, operation: Op) -> None:
         values = [self._values[name] for name in operation.input_names]
         plan = layout.plans[operation.name]
@@ -324,9 +240,9 @@ class ReplicaPartition(Partition):
             if operation.name in self._nodes:
                 self._nodes[operation.name] += [*self._controls(operation), *(
                     ref.node for ref in refs if ref.node in self._towers.builder.nodes)]
-        elif isinstance(plan, OnEachTower):
+        elif isinstance(plan, replica_plans.OnEachTower):
             outputs = self._on_each_tower(operation, values, plan.padded_plan)
-        elif isinstance(plan, WithAllRows):
+        elif isinstance(plan, replica_plans.WithAllRows):
             home = self._home(operation, [])
             outputs = self._run_once(operation, plan, [
                 _with_spec(value, spec, home) if isinstance(spec, Sharded) else value
