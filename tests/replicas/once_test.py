@@ -465,9 +465,9 @@ class StepsAsideTest(parameterized.TestCase):
     @parameterized.named_parameters(
         ("python_number", lambda x: x * context().tower, "Python number"),
         ("python_device", lambda x: x + len(context().devices[0]), "Python number"),
-        ("random_in_branch", lambda x: tf.cond(
-            x[0, 0] < 0, lambda: tf.shape(x), lambda: tf.shape(tf.random.uniform([2, 2], seed=1))),
-         "branch"),
+        ("random_in_compiled_function", lambda x: tf.function(
+            lambda: tf.random.uniform([2], seed=1) < 2., jit_compile=True)(),
+         "XLA compiles"),
         ("tensor_array", lambda x: tf.TensorArray(tf.float32, 1).write(0, x[0]), "TensorArray"),
     )
     def test_reason(self, fn, reason):

@@ -183,21 +183,6 @@ def function_definition(graph: tf.Graph, name: str) -> Any:
     return None if function is None else function.cached_definition
 
 
-def asserts(graph: tf.Graph, name: str) -> bool:
-    """Whether a function of ``graph`` has an assertion of its own that is not Keras'.
-
-    TensorFlow puts each assertion of a traced function into the function of a branch; the error
-    names the operation in that function.
-    """
-    body = getattr(graph._get_function(name), "graph", None)
-    for operation in body.get_operations() if body is not None else ():
-        if operation.type == "Assert":
-            files = [frame.filename for frame in operation.traceback or ()
-                     if "/tensorflow/" not in frame.filename]
-            return not files or "keras/src/" not in files[-1]
-    return False
-
-
 @contextlib.contextmanager
 def light_graph_optimizer() -> Iterator[None]:
     """A context in which Grappler only removes needless identities and control dependencies.

@@ -18,8 +18,8 @@ from typing import Any
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy.sharding import blocks, graphs, homes, propagate, replica_plans
-from towerstrategy.sharding.builder import Ref
+from towerstrategy.sharding import blocks, bodies, graphs, homes, propagate, replica_plans
+from towerstrategy.sharding.builder import Builder, Ref, attributes_with
 from towerstrategy.sharding.contract import Contract
 from towerstrategy.sharding.partition import Lazily, Partition
 from towerstrategy.sharding.rules import registry
@@ -202,6 +202,11 @@ def _outer(towers: Towers, tower: int, value: Any, dtype: tf.DType) -> Ref:
         value, dtype, towers.devices[tower])
 
 
+def _given(towers: Towers, ref: Ref, tensor: tf.Tensor, device: str) -> Value:
+    """A tensor that a tower's own function gets in place of ``tensor``."""
+    return Value(towers, PER_TOWER, tensor.shape, None, lambda _: ref, device)
+
+
 def _with_spec(value: Value, spec: Spec, device: str = "") -> Value:
     """The same parts as ``value``, with another spec, by which ``device`` can gather them."""
     shape = blocks.opened(value.shape, spec.dim) if isinstance(spec, Sharded) else value.shape
@@ -212,9 +217,9 @@ class ReplicaPartition(Partition):
     """Makes the nodes of a replica function."""
 
     def __init__(self, towers: Towers, tensors: PerTowerTensors, scope: str = "",
-                 once: str = homes.ONCE) -> None:
+                 once: str = homes.ONCE, first: int = 0) -> None:
         super().__init__(towers, scope, once)
-        self._tensors = tensors
+        self._tensors, self._first = tensors, first  # the number of the first of the towers
         # The order in which towers run: the first micro-batches of all devices come first.
         micro_batches = len(towers) // len({*towers.devices})
         self._order = sorted(range(len(towers)), key=lambda tower: tower % micro_batches)
@@ -228,7 +233,7 @@ class ReplicaPartition(Partition):
 
     def _within(self, towers: Towers, operation: Op) -> Partition:
         inner = ReplicaPartition(towers, self._tensors, f"{self._scope}{operation.name}/",
-                                 self._once_scope)
+                                 self._once_scope, self._first)
         inner._writers, inner._readers = self._writers, self._readers
         return inner
 
@@ -241,7 +246,7 @@ class ReplicaPartition(Partition):
                 self._nodes[operation.name] += [*self._controls(operation), *(
                     ref.node for ref in refs if ref.node in self._towers.builder.nodes)]
         elif isinstance(plan, replica_plans.OnEachTower):
-            outputs = self._on_each_tower(operation, values, plan.padded_plan)
+            outputs = self._on_each_tower(operation, values, plan)
         elif isinstance(plan, replica_plans.WithAllRows):
             home = self._home(operation, [])
             outputs = self._run_once(operation, plan, [
@@ -252,9 +257,10 @@ class ReplicaPartition(Partition):
             return super()._operation(layout, operation)
         self._values.update(zip(operation.output_names, outputs))
 
-    def _on_each_tower(self, operation: Op, values: Sequence[Value], padded_plan: Plan | None
-                       ) -> list[Value]:
-        """The outputs of an operation that each tower runs, padded by a plan if there is one."""
+    def _on_each_tower(self, operation: Op, values: Sequence[Value],
+                       plan: replica_plans.OnEachTower) -> list[Value]:
+        """The outputs of an operation that each tower runs."""
+        padded_plan = plan.padded_plan
         towers = self._towers.at(self._stages.get(operation.name, self._towers.stage))
         device = operation.definition.device
         device = "" if device in self._towers.stage_devices[0] else device
@@ -266,7 +272,8 @@ class ReplicaPartition(Partition):
                                   padded_plan.ones)
         part = Lazily(lambda tower: self._copy(
             operation, [value.part(tower) for value in values], home or towers.devices[tower],
-            tower, self._controls_on(controls, tower), _attributes_with_seed(operation, tower)))
+            tower, self._controls_on(controls, tower),
+            self._attributes(operation, plan, values, tower)))
         for tower in self._order:
             part(tower)
         outputs = [Value(towers, PER_TOWER, tensor.shape, None, part.output(index), device)
@@ -275,6 +282,37 @@ class ReplicaPartition(Partition):
             outputs = [_with_spec(_with_spec(value, spec).without_padding(rows), PER_TOWER)
                        for value, spec in zip(outputs, padded_plan.gives)]
         return outputs
+
+    def _attributes(self, operation: Op, plan: replica_plans.OnEachTower,
+                    values: Sequence[Value], tower: int) -> bytes:
+        """A tower's attributes of an operation: its own seed, or functions; else none."""
+        if not plan.layouts:
+            return _attributes_with_seed(operation, self._first + tower)
+        values = values[-len(plan.layouts[0].graph.inputs):]
+        names = [self._function(operation, layout, values, tower) for layout in plan.layouts]
+        return attributes_with(operation, bodies.function_attributes(operation, names))
+
+    def _function(self, operation: Op, layout: propagate.Layout, values: Sequence[Value],
+                  tower: int) -> str:
+        """The name of a tower's own function, of a branch or a loop, for inputs like ``values``."""
+        outer = self._towers
+        graph = _tf.new_function_graph(layout.graph, operation.name)
+        build, device = Builder(graph), outer.devices[tower]
+        alone = Towers(build, [outer.stage_devices[tower]], device, outer.host,
+                       [outer.scopes[tower]], lambda _: None, outer.on_cpu).at(outer.stage)
+        with graph.as_default():
+            graph.inputs = [_tf.placeholder_like(tensor) for tensor in layout.graph.inputs]
+        partition = ReplicaPartition(alone, self._tensors, first=self._first + tower)
+        results = partition.run(layout, [
+            _given(alone, build.take(inner), tensor, value.device) for inner, tensor, value
+            in zip(graph.inputs, layout.graph.inputs, values)])
+        outputs = [build.make("Identity", [value.part(0)], "") for value in results]
+        _tf.hand_on_functions(layout.graph, graph)
+        with graph.as_default():
+            build.finish()
+            graph.outputs = [build.tensor(ref) for ref in outputs]
+        graph.control_outputs = [build.operation(name) for name in dict.fromkeys(partition.effects)]
+        return _tf.add_function(outer.builder.graph, graph)
 
     def _copy(self, operation: Op, inputs: Sequence[Ref], device: str, tower: int | None,
               controls: Iterable[str], attributes: bytes = b"") -> list[Ref]:

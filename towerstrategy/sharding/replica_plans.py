@@ -21,7 +21,7 @@ from towerstrategy.sharding.contract import Contract
 from towerstrategy.sharding.propagate import Layout, Nested
 from towerstrategy.sharding.rules import registry
 from towerstrategy.sharding.rules.registry import Op, Plan
-from towerstrategy.sharding.spec import PER_TOWER, REPLICATED, SUM, Sharded, Spec
+from towerstrategy.sharding.spec import PER_TOWER, REPLICATED, SUM, ListOf, Sharded, Spec
 from towerstrategy.sharding.traffic import Traffic
 
 
@@ -34,9 +34,15 @@ class NeedsOwnTrace(BaseException):
 
 @dataclasses.dataclass
 class OnEachTower(Plan):
-    """Each tower runs the operation with its own tensors."""
+    """Each tower runs the operation with its own tensors.
 
-    padded_plan: Plan | None = None  # the table's, if a tower without rows must pad its inputs
+    Attributes:
+      padded_plan: the table's plan, if a tower without rows must pad the operation's inputs.
+      layouts: the layouts of the functions of a branch or a loop, if each tower has its own ones.
+    """
+
+    padded_plan: Plan | None = None
+    layouts: Sequence[Layout] = ()
 
 
 class WithAllRows(Plan):
@@ -54,7 +60,6 @@ class Plans:
     def __init__(self, pads: bool, own: Iterable[tf.Tensor]) -> None:
         self._pads = pads
         self._rows = {tensor.ref(): _row_spec(tensor) for tensor in own}  # the specs within a tower
-        self._checked_functions: set[str] = set()  # names of functions without draws
 
     def put(self, layout: Layout, plan_of: Callable[[Op], Plan]) -> None:
         """Puts the plans into a layout that has the specs of its inputs."""
@@ -70,28 +75,50 @@ class Plans:
         if PER_TOWER not in specs and (
                 not operation.is_stateful or only_reads(operation.operation)):
             return propagate.once(layout, operation)
-        call = operation.operation
-        if operation.type in propagate.CALLS and not (
-                _tf.is_compiled(call) or _tf.called_by_each_tower(call)):
-            return self._inlined(operation, specs)
+        if operation.type in propagate.CALLS and not _tf.is_compiled(operation.operation):
+            body = _tf.called_body(operation.operation)
+            inner = self._layout(body, specs, operation.inputs)
+            self._hand_on(body.outputs, operation.outputs)
+            return Nested(specs, inner.outputs, layouts=[inner])
         return self.on_each_tower(operation, specs)
 
     def on_each_tower(self, operation: Op, specs: Sequence[Spec]) -> OnEachTower:
         """The plan of an operation that each tower runs."""
-        for name in _tf.functions_of(operation.operation):
-            self._check_function(operation.operation.graph, name)
         return OnEachTower(specs, [PER_TOWER] * len(operation.outputs),
-                           padded_plan=self._padded_plan(operation) if self._pads else None)
+                           padded_plan=self._padded_plan(operation) if self._pads else None,
+                           layouts=self._layouts(operation))
 
-    def _inlined(self, operation: Op, specs: Sequence[Spec]) -> Nested:
-        """The plan of a call, whose body's operations are planned by themselves."""
-        body = _tf.called_body(operation.operation)
+    def _layouts(self, operation: Op) -> list[Layout]:
+        """The layouts of an operation's functions, if each tower must have its own ones."""
+        arguments, bodies = operation.inputs, []
+        if operation.type in propagate.BRANCHES:
+            arguments, bodies = operation.inputs[1:], graphs.branches_of(operation)
+        elif operation.type in propagate.LOOPS:
+            bodies = [graphs.function_of(operation, name) for name in ("cond", "body")]
+        elif operation.type in propagate.CALLS:
+            bodies = [_tf.called_body(operation.operation)]
+        layouts = [self._layout(body, [PER_TOWER] * len(body.inputs), arguments)
+                   for body in bodies]
+        if operation.type in propagate.BRANCHES:
+            for body in bodies:  # what kernels reserve for their gradients, in another branch
+                self._rows.update((output.ref(), spec) for tensor, output in zip(
+                    body.outputs, operation.outputs)
+                    if isinstance(spec := self._rows.get(tensor.ref()), ListOf))
+        compiled = operation.type in propagate.CALLS
+        if not any(_differs(layout, not compiled) for layout in layouts):
+            return []
+        if compiled:
+            raise NeedsOwnTrace("a function that XLA compiles would draw the same numbers on every "
+                                "tower")
+        return layouts
+
+    def _layout(self, body: Any, specs: Sequence[Spec], arguments: Sequence[tf.Tensor]) -> Layout:
+        """The layout of a function body that is called with these arguments."""
         layout = Layout(body, graphs.needed_in_order(body), dict(zip(
             (tensor.name for tensor in body.inputs), specs)), {})
-        self._hand_on(operation.inputs, body.inputs)
+        self._hand_on(arguments, body.inputs)
         self.put(layout, lambda inner: self.plan_of(layout, inner))
-        self._hand_on(body.outputs, operation.outputs)
-        return Nested(specs, layout.outputs, layouts=[layout])
+        return layout
 
     def _hand_on(self, tensors: Iterable[tf.Tensor], others: Iterable[tf.Tensor]) -> None:
         self._rows.update((other.ref(), self._rows[tensor.ref()])
@@ -111,20 +138,23 @@ class Plans:
         self._rows.update(zip((tensor.ref() for tensor in operation.outputs), gives))
         return plan if plan is not None and fits and plan.padded else None
 
-    def _check_function(self, graph: Any, name: str) -> None:
-        """Raises if a function draws numbers, or asserts: it is the same function on all towers."""
-        if name in self._checked_functions:
-            return
-        self._checked_functions.add(name)
-        if _tf.asserts(graph, name):
-            raise NeedsOwnTrace("an assertion in it would name tower 0 whichever tower fails")
-        definition = _tf.function_definition(graph, name)
-        for node in definition.node_def if definition is not None else ():
-            if "seed2" in node.attr:
-                raise NeedsOwnTrace(f"{node.op} in a branch, a loop or a compiled function would "
-                                    "draw the same numbers on every tower")
-            for called in _tf.functions_in_attributes(node):
-                self._check_function(graph, called)
+
+def _differs(layout: Layout, pads: bool) -> bool:
+    """Whether towers differ in what they do: they draw, print or assert, or one has no rows.
+
+    ``pads`` is False for what XLA compiles, none of whose kernels fails on no rows.
+    """
+    for operation in layout.order:
+        plan = layout.plans.get(operation.name)
+        nested = plan.layouts if isinstance(plan, (Nested, OnEachTower)) else ()
+        if any(_differs(each, pads) for each in nested):
+            return True
+        if pads and isinstance(plan, OnEachTower) and plan.padded_plan is not None:
+            return True
+        if operation.is_stateful and not operation.handles and not _tf.functions_of(
+                operation.operation):
+            return True
+    return False
 
 
 def with_all_rows(operation: Op, input_specs: Sequence[Spec], states: Contract,
