@@ -38,6 +38,16 @@ def with_nested_function(x):
     return doubled()
 
 
+def in_branch(fn):
+    """``fn`` in a branch that each tower takes by itself, and the other one does not."""
+    return lambda x: tf.cond(tf.reduce_sum(x) < 1e9, lambda: fn(x), lambda: 2. * fn(x))
+
+
+def in_loop(fn):
+    """``fn`` in a loop of one iteration."""
+    return lambda x: tf.while_loop(lambda i, y: i < 1, lambda i, y: (i + 1, fn(x)), (0, fn(x)))[1]
+
+
 def with_gradient(x):
     with tf.GradientTape() as tape:
         tape.watch(x)
@@ -314,7 +324,7 @@ class TotalsTest(parameterized.TestCase):
         self.assertLen([each for each in made if each.type == "MatMul"], 1)
         self.assertEmpty([each for each in made if each.type in ("AddN", "SelectV2")])
 
-    @parameterized.parameters(lambda fn: fn, tf.function)
+    @parameterized.parameters(lambda fn: fn, tf.function, in_branch, in_loop)
     def test_convolutions_on_a_tower_without_rows(self, nested):
         """Else oneDNN's kernels fail, or return wrong shapes, for a last batch of a few rows."""
         strategy, start = strategy_with(True), np.random.rand(3, 3, 2, 4).astype("f")
@@ -341,10 +351,11 @@ class TotalsTest(parameterized.TestCase):
             np.testing.assert_allclose(weight.numpy(), wanted, atol=1e-5)
         self.assertEmpty(strategy.extended.own_trace_reasons)
 
-    def test_what_nested_functions_draw(self):
+    @parameterized.parameters(tf.function, in_branch, in_loop)
+    def test_what_nested_functions_draw(self, nested):
         """Else each tower is traced, for minutes in a large model, or all towers draw the same."""
         strategy = strategy_with(True)
-        dropout = tf.function(lambda x: tf.nn.dropout(tf.ones_like(x), 0.5))
+        dropout = nested(lambda x: tf.nn.dropout(tf.ones_like(x), 0.5))
         outer = tf.function(lambda x: dropout(x) + 0. * x)
         parts, = strategy.split((tf.ones([90, 40]),))
         run = tf.function(lambda x: strategy.run(outer, (x,)))
