@@ -76,8 +76,8 @@ class Plans:
                 not operation.is_stateful or only_reads(operation.operation)):
             return propagate.once(layout, operation)
         if operation.type in propagate.CALLS and not _tf.is_compiled(operation.operation):
-            body = _tf.called_body(operation.operation)
-            inner = self._layout(body, specs, operation.inputs)
+            arguments, (body,) = _called(operation)
+            inner = self._layout(body, specs, arguments)
             self._hand_on(body.outputs, operation.outputs)
             return Nested(specs, inner.outputs, layouts=[inner])
         return self.on_each_tower(operation, specs)
@@ -89,14 +89,8 @@ class Plans:
                            layouts=self._layouts(operation))
 
     def _layouts(self, operation: Op) -> list[Layout]:
-        """The layouts of an operation's functions, if each tower must have its own ones."""
-        arguments, bodies = operation.inputs, []
-        if operation.type in propagate.BRANCHES:
-            arguments, bodies = operation.inputs[1:], graphs.branches_of(operation)
-        elif operation.type in propagate.LOOPS:
-            bodies = [graphs.function_of(operation, name) for name in ("cond", "body")]
-        elif operation.type in propagate.CALLS:
-            bodies = [_tf.called_body(operation.operation)]
+        """The layouts of the functions that an operation calls, if each tower must have its own."""
+        arguments, bodies = _called(operation)
         layouts = [self._layout(body, [PER_TOWER] * len(body.inputs), arguments)
                    for body in bodies]
         if operation.type in propagate.BRANCHES:
@@ -137,6 +131,17 @@ class Plans:
         gives = plan.gives if plan is not None and fits else map(_row_spec, operation.outputs)
         self._rows.update(zip((tensor.ref() for tensor in operation.outputs), gives))
         return plan if plan is not None and fits and plan.padded else None
+
+
+def _called(operation: Op) -> tuple[Sequence[tf.Tensor], Sequence[Any]]:
+    """The graphs of the functions that an operation calls, and the inputs that they get."""
+    if operation.type in propagate.CALLS:
+        return operation.inputs, [_tf.called_body(operation.operation)]
+    if operation.type in propagate.BRANCHES:
+        return operation.inputs[1:], graphs.branches_of(operation)
+    if operation.type in propagate.LOOPS:
+        return operation.inputs, [graphs.function_of(operation, name) for name in ("cond", "body")]
+    return [], []
 
 
 def _differs(layout: Layout, pads: bool) -> bool:
