@@ -38,6 +38,10 @@ def both_ways(kit):
     return [6, 3], [kit.layers.Bidirectional(kit.layers.GRU(4))]
 
 
+def cells(kit):
+    return [6, 3], [kit.layers.RNN(kit.layers.LSTMCell(4))]
+
+
 def results(kit, make, strategy, train):
     """The losses of each batch and the weights, after training in the order of the rows."""
     kit.utils.set_random_seed(1)
@@ -94,7 +98,7 @@ class LoopTest(parameterized.TestCase):
         self.addCleanup(tf.config.experimental.enable_tensor_float_32_execution, True)
 
     @parameterized.product(kit=(keras, tf_keras), train=(by_run, by_function, by_fit),
-                           make=(convolutions, sequence, masked, both_ways))
+                           make=(convolutions, sequence, masked, both_ways, cells))
     def test_trains_as_one_gpu(self, kit, train, make):
         """Else a loop that is right on one GPU trains something else on towers."""
         merge = TOWERS[0] if train is by_fit else "balanced"
