@@ -7,12 +7,14 @@ import contextlib
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 import tf_keras
 from absl.testing import parameterized
 
 import towerstrategy
 
+pytestmark = pytest.mark.wide
 ARE_GPUS = bool(tf.config.list_physical_devices("GPU"))
 TOWERS = ["GPU:0", "GPU:1"] if ARE_GPUS else ["CPU:1", "CPU:2"]
 BATCH, ROWS = 7, 15  # the last batch is a row: a tower has none
