@@ -83,8 +83,7 @@ tests: $(VENV)/test.installed
 
 # What `make test` leaves out: tests that are marked wide. What is the rest is in `make test-slow`.
 test-all: $(VENV)/test.installed
-	$(RUN) $(PYTEST) -m "wide and not rest" tests tests/gpu/devices_test.py tests/gpu/loops_test.py \
-		tests/gpu/steps_test.py
+	$(RUN) $(PYTEST) -m "wide and not rest"
 
 lint: $(VENV)/test.installed
 	$(BIN)/ruff check .

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from absl.testing import parameterized
 
+pytestmark = [pytest.mark.wide, pytest.mark.rest]
 ROOT = pathlib.Path(__file__).parent.parent.parent
 
 # Started with --towers, one of two workers; without, what one device gets.

@@ -4,12 +4,14 @@ Without a GPU two CPU devices stand for them, in some cases: those of ``tests/pa
 XLA compiles what Keras has it compile by default, on GPUs the steps of Keras 3.
 """
 
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
 import towerstrategy
 from tests.parity import runner
 
+pytestmark = [pytest.mark.wide, pytest.mark.rest]
 ARE_GPUS = bool(tf.config.list_physical_devices("GPU"))
 TOWERS = ["GPU:0", "GPU:1"] if ARE_GPUS else ["CPU:1", "CPU:2"]
 MERGES = ("cpu", TOWERS[0], "balanced")
