@@ -67,6 +67,21 @@ def emulation_of(function):
         *tf.nest.flatten(batch, expand_composites=True), *function.captured_inputs)
 
 
+def trained(kit, name):
+    """A model that has trained on one device."""
+    model = model_of(kit, name)
+    for rows in ROWS:
+        model.train_on_batch(*batch_of(name, rows))
+    return model
+
+
+def on_towers(kit, name):
+    """A strategy, and a model in its scope."""
+    strategy = towerstrategy.TowerStrategy(on_gpus.towers(TOWERS))
+    with strategy.scope():
+        return strategy, model_of(kit, name)
+
+
 def replica_step(strategy, model):
     """A step for ``strategy.run``."""
     def step(x, y):
@@ -80,20 +95,20 @@ def replica_step(strategy, model):
 
 class RecurrentTest(parameterized.TestCase):
 
+    def assert_same(self, model, other):
+        for wanted, found in zip(model.get_weights(), other.get_weights()):
+            np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+
     # Keras 3 refuses sequences that are padded on the left.
     @wide.parameters(("keras", "masked"), wide=[
         ("keras", "plain"), ("tf_keras", "plain"), ("tf_keras", "masked"), ("tf_keras", "left")])
     def test_towers(self, kit, name):
         """LSTM and GRU on several GPUs would be done by one of them, or without cuDNN."""
         kit = KITS[kit]
-        model = model_of(kit, name)
-        for rows in ROWS:
-            model.train_on_batch(*batch_of(name, rows))
+        model = trained(kit, name)
         with on_gpus.tracing(cudnn=True):
-            strategy = towerstrategy.TowerStrategy(on_gpus.towers(TOWERS))
+            strategy, own = on_towers(kit, name)
             with strategy.scope():
-                own = model_of(kit, name)
-
                 batches = [batch_of(name, rows) for rows in ROWS]
                 step = strategy.function(lambda x, y: own.train_step((x, y)), [
                     tf.TensorSpec([None, *part.shape[1:]], part.dtype) for part in batches[0]])
@@ -106,19 +121,14 @@ class RecurrentTest(parameterized.TestCase):
                 run = emulation_of(function)
                 for batch in batches:
                     run(*strategy.split(batch))
-        for one, other in zip(model.get_weights(), own.get_weights()):
-            np.testing.assert_allclose(other, one, rtol=1e-5, atol=1e-6)
+        self.assert_same(model, own)
 
     @wide.parameters("masked", wide=["plain"])
     def test_towers_of_a_loop(self, name):
         """A loop with tf_keras on several GPUs would end with an error at a small last batch."""
-        model = model_of(tf_keras, name)
-        for rows in ROWS:
-            model.train_on_batch(*batch_of(name, rows))
+        model = trained(tf_keras, name)
         with on_gpus.tracing(cudnn=True):
-            strategy = towerstrategy.TowerStrategy(on_gpus.towers(TOWERS))
-            with strategy.scope():
-                own = model_of(tf_keras, name)
+            strategy, own = on_towers(tf_keras, name)
             step = replica_step(strategy, own)
             function = tf.function(lambda x, y: strategy.run(step, (x, y)), reduce_retracing=True)
             for batch in map(batch_of, [name] * 2, ROWS):
@@ -128,16 +138,13 @@ class RecurrentTest(parameterized.TestCase):
                          for node in each.node_def}
                 self.assertContainsSubset(KERNELS, found)
                 emulation_of(concrete)(*batch)
-        for one, other in zip(model.get_weights(), own.get_weights()):
-            np.testing.assert_allclose(other, one, rtol=1e-5, atol=1e-6)
+        self.assert_same(model, own)
 
     def test_right_code_is_not_warned_of(self):
         """Who has a loop of his own would be told that it is wrong, on GPUs alone."""
         with on_gpus.tracing(cudnn=True), warnings.catch_warnings():
             warnings.simplefilter("error", towerstrategy.TowerWarning)
-            strategy = towerstrategy.TowerStrategy(on_gpus.towers(TOWERS))
-            with strategy.scope():
-                model = model_of(keras, "plain")
+            strategy, model = on_towers(keras, "plain")
             step = replica_step(strategy, model)
             function = tf.function(lambda x, y: strategy.run(step, (x, y)))
             graph = function.get_concrete_function(

@@ -157,14 +157,10 @@ def writers_of(graph: tf.Graph, node: Any, index: int) -> set[str]:
     return types
 
 
-def functions_of(operation: tf.Operation) -> list[str]:
-    return functions_in_attributes(operation.node_def) if operation.type in CALLERS else []
-
-
 def types_in(operation: tf.Operation, calls: Collection[str]) -> list[str]:
     """The type of ``operation``; if it is one of ``calls``, also the types in its functions."""
-    definitions = [function_definition(operation.graph, name)
-                   for name in functions_of(operation) if operation.type in calls]
+    names = functions_in_attributes(operation.node_def) if operation.type in calls else []
+    definitions = [function_definition(operation.graph, name) for name in names]
     return [operation.type, *(node.op for each in definitions for node in each.node_def)]
 
 

@@ -19,9 +19,20 @@ from towerstrategy.sharding.across import Across
 from towerstrategy.sharding.builder import Builder, Ref
 from towerstrategy.sharding.propagate import Layout
 from towerstrategy.sharding.rules.registry import Op
-from towerstrategy.sharding.spec import REPLICATED, ListOf, Partial, Replicated, Sharded, Size, Spec
+from towerstrategy.sharding.spec import (
+    REPLICATED,
+    ListOf,
+    Partial,
+    PerTower,
+    Replicated,
+    Sharded,
+    Size,
+    Spec,
+)
 from towerstrategy.sharding.towers import Towers
 from towerstrategy.sharding.values import Value
+
+_PARTED = (Sharded, Partial, ListOf, PerTower)  # specs of values that have no whole tensor
 
 
 class Extra(NamedTuple):
@@ -111,19 +122,19 @@ def _count_of(spec: Spec, towers: int) -> int:
     """The number of tensors that represent a value of this spec in a function's signature."""
     if isinstance(spec, Size):
         return towers + 1
-    return towers if isinstance(spec, (Sharded, Partial, ListOf)) else 1
+    return towers if isinstance(spec, _PARTED) else 1
 
 
 def refs_of(value: Value) -> list[Ref]:
     """The tensors that represent a value: the whole tensor, each tower's part, or both."""
     spec = value.spec
-    refs = [] if isinstance(spec, (Sharded, Partial, ListOf)) else [value.whole()]
+    refs = [] if isinstance(spec, _PARTED) else [value.whole()]
     return refs if isinstance(spec, Replicated) else refs + value.parts()
 
 
 def value_of(towers: Towers, spec: Spec, shape: tf.TensorShape, refs: Any) -> Value:
     """The value that tensors represent: the inverse of :func:`refs_of`."""
-    parted = isinstance(spec, (Sharded, Partial, ListOf))
+    parted = isinstance(spec, _PARTED)
     whole: Any = None if parted else next(refs)
     if isinstance(spec, Replicated):
         return Value(towers, REPLICATED, shape, whole)

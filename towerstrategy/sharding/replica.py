@@ -19,7 +19,7 @@ import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.sharding import blocks, bodies, graphs, homes, propagate, replica_plans
-from towerstrategy.sharding.builder import Builder, Ref, attributes_with
+from towerstrategy.sharding.builder import Ref, attributes_with
 from towerstrategy.sharding.contract import Contract
 from towerstrategy.sharding.partition import Lazily, Partition
 from towerstrategy.sharding.rules import registry
@@ -202,11 +202,6 @@ def _outer(towers: Towers, tower: int, value: Any, dtype: tf.DType) -> Ref:
         value, dtype, towers.devices[tower])
 
 
-def _given(towers: Towers, ref: Ref, tensor: tf.Tensor, device: str) -> Value:
-    """A tensor that a tower's own function gets in place of ``tensor``."""
-    return Value(towers, PER_TOWER, tensor.shape, None, lambda _: ref, device)
-
-
 def _with_spec(value: Value, spec: Spec, device: str = "") -> Value:
     """The same parts as ``value``, with another spec, by which ``device`` can gather them."""
     shape = blocks.opened(value.shape, spec.dim) if isinstance(spec, Sharded) else value.shape
@@ -296,23 +291,15 @@ class ReplicaPartition(Partition):
                   tower: int) -> str:
         """The name of a tower's own function, of a branch or a loop, for inputs like ``values``."""
         outer = self._towers
-        graph = _tf.new_function_graph(layout.graph, operation.name)
-        build, device = Builder(graph), outer.devices[tower]
-        alone = Towers(build, [outer.stage_devices[tower]], device, outer.host,
-                       [outer.scopes[tower]], lambda _: None, outer.on_cpu).at(outer.stage)
-        with graph.as_default():
-            graph.inputs = [_tf.placeholder_like(tensor) for tensor in layout.graph.inputs]
-        partition = ReplicaPartition(alone, self._tensors, first=self._first + tower)
-        results = partition.run(layout, [
-            _given(alone, build.take(inner), tensor, value.device) for inner, tensor, value
-            in zip(graph.inputs, layout.graph.inputs, values)])
-        outputs = [build.make("Identity", [value.part(0)], "") for value in results]
-        _tf.hand_on_functions(layout.graph, graph)
-        with graph.as_default():
-            build.finish()
-            graph.outputs = [build.tensor(ref) for ref in outputs]
-        graph.control_outputs = [build.operation(name) for name in dict.fromkeys(partition.effects)]
-        return _tf.add_function(outer.builder.graph, graph)
+        alone = Towers(outer.builder, [outer.stage_devices[tower]], outer.devices[tower],
+                       outer.host, [outer.scopes[tower]], lambda _: None, outer.on_cpu
+                       ).at(outer.stage)
+        body = bodies.Body(alone, layout, [PER_TOWER] * len(values), values, operation)
+        partition = ReplicaPartition(body.towers, self._tensors, first=self._first + tower)
+        results = partition.run(layout, body.values)
+        body.set_results(results, [value.spec for value in results], partition.effects)
+        body.finish({}, returns_extras=False)
+        return _tf.add_function(outer.builder.graph, body.graph)
 
     def _copy(self, operation: Op, inputs: Sequence[Ref], device: str, tower: int | None,
               controls: Iterable[str], attributes: bytes = b"") -> list[Ref]:

@@ -156,8 +156,7 @@ def _differs(layout: Layout, pads: bool) -> bool:
             return True
         if pads and isinstance(plan, OnEachTower) and plan.padded_plan is not None:
             return True
-        if operation.is_stateful and not operation.handles and not _tf.functions_of(
-                operation.operation):
+        if operation.is_stateful and not operation.handles and operation.type not in _tf.CALLERS:
             return True
     return False
 
