@@ -300,18 +300,22 @@ def descending(strategy, start):
 
 class TotalsTest(parameterized.TestCase):
 
-    @parameterized.parameters(2, 5)
-    def test_rows_cross_in_place_of_gradients(self, rows):
+    @parameterized.product(rows=(2, 5), nested=(lambda fn: fn, tf.function))
+    def test_rows_cross_in_place_of_gradients(self, rows, nested):
         """Else all towers make the gradient of each wide weight, and all of these cross."""
         strategy = strategy_with(True)
         strategy.extended.keep_graphs = True
         start, x = np.ones([300, 310], "f") / 300, np.random.rand(rows, 300).astype("f")
         weight, optimizer = descending(strategy, start)
 
-        def step(x):
+        @nested
+        def gradient(x):
             with tf.GradientTape() as tape:  # of no rows the loss, and so the gradient, is NaN
                 loss = strategy.scale_loss(tf.reduce_mean((x @ weight)[:, :7] ** 2))
-            optimizer.apply_gradients([(tape.gradient(loss, weight), weight)])
+            return tape.gradient(loss, weight)
+
+        def step(x):
+            optimizer.apply_gradients([(gradient(x), weight)])
 
         loop = tf.function(lambda x: strategy.run(step, (x,)))
         batch, = strategy.split((x,))

@@ -1,8 +1,9 @@
-"""Whether the towers' gradients add up to one device's: what ``strategy.run`` warns of.
+"""How a tower's tensors in ``strategy.run`` relate to one device's tensors for the whole batch.
 
 Goes in: the traced operations of a replica function for one tower, and the states of its inputs.
-Comes out: how each tensor of a tower relates to one device's tensor for the whole batch, by the
-rules that partition a step; and, if the sum of a gradient over the towers is wrong, the reason.
+Comes out: the state of each tensor, by the rules that partition a step; the operations to pad on a
+tower without rows; and, if the sum of a gradient over the towers is wrong, the reason, of which
+``strategy.run`` warns.
 
 ``strategy.run`` redistributes nothing: an operation gets its tower's tensors.  So if a rule would
 gather, sum or slice an input, the tower's result differs from one device's.  Numbers of rows are an
@@ -21,7 +22,7 @@ import tensorflow as tf
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.sharding import graphs, joined, propagate
 from towerstrategy.sharding.rules import lists, registry, scaling
-from towerstrategy.sharding.rules.registry import Op
+from towerstrategy.sharding.rules.registry import Op, Plan
 from towerstrategy.sharding.spec import (
     REPLICATED,
     SUM,
@@ -40,15 +41,18 @@ class State(NamedTuple):
     """How a tower's tensor relates to one device's tensor.
 
     Attributes:
-      spec: the spec by which it is a part of one device's tensor; None if it is none, or unknown.
+      spec: the spec by which it is a part of one device's tensor.
       power: it is also multiplied by the tower's share of the rows to this power.
-      cause: the reason if ``spec`` is None; "" if unknown.
+      known: whether it is a part of one device's tensor; if not, ``spec`` only says which dimension
+        has the tower's rows.
+      cause: the reason if it is known to be none; "" if that is unknown.
       divided: which values give the right sum if divided by the number of towers: "same", equal
         ones on all towers; "means", means over each tower's rows, if all have as many rows.
     """
 
-    spec: Spec | None
+    spec: Spec
     power: int = 0
+    known: bool = True
     cause: str = ""
     divided: str = ""
 
@@ -56,24 +60,31 @@ class State(NamedTuple):
 SAME = State(REPLICATED)
 ROWS = State(Sharded(0))
 SHARE = State(REPLICATED, 1)
-UNKNOWN = State(None)
+UNKNOWN = State(REPLICATED, known=False)
 # Values that a tower knows of itself.  With any seed, draws have the same distribution; and a tower
 # without rows does not count.
 KNOWN = {"share": SHARE, "filled": SAME, "seed": SAME}
 
 
 class Contract:
-    """The states of a tower's tensors."""
+    """The states of a tower's tensors.
 
-    def __init__(self, nested: bool = False) -> None:
-        self._nested = nested  # in a function body, which has other callers, too
+    Attributes:
+      graph: the graph or function body; None if it is still being traced.
+      padded: the names of operations that a tower without rows must pad -> their plans.
+    """
+
+    def __init__(self, graph: Any = None) -> None:
+        self.graph = graph
+        self.padded: dict[str, Plan] = {}
         self._states: dict[str, State] = {}
+        self._bodies: dict[str, list[Contract]] = {}  # operation -> those of its function bodies
         self._zeros: set[str] = set()  # loop variables that start as zero
         self._notes: dict[Any, Any] = {}  # notes of the rules
 
     def put(self, tensor: tf.Tensor, state: State) -> None:
         """Sets the state of a tensor that comes from outside of the tower's operations."""
-        self._states[tensor.name] = state
+        self._states[tensor.name] = state if state.known else _unknown(tensor)
 
     def look_at(self, operations: Iterable[tf.Operation]) -> None:
         """Finds the states of the outputs of ``operations``, which are in order of creation."""
@@ -82,6 +93,13 @@ class Contract:
             if operation.outputs and operation.outputs[-1].name not in self._states:
                 states = self._operation(operation)
                 self._states.update(zip((tensor.name for tensor in operation.outputs), states))
+
+    def bodies(self, operation: tf.Operation) -> list[Contract]:
+        """The contracts of the function bodies of a call, a branch or a loop."""
+        self.look_at([operation])
+        if operation.name not in self._bodies:  # it has no outputs
+            self._operation(operation)
+        return self._bodies[operation.name]
 
     def problem(self, gradient: tf.Tensor | tf.IndexedSlices | None, reads_count: bool,
                 evenly: bool) -> str:
@@ -97,11 +115,11 @@ class Contract:
             return ""
         if isinstance(gradient, tf.IndexedSlices):
             state = self.of(gradient.values)
-            adds_up = isinstance(state.spec, Sharded) and state.power == 0
+            adds_up = state.known and isinstance(state.spec, Sharded) and state.power == 0
         else:
             state = self.of(gradient)
             adds_up = _is_part_of_sum(state)
-        if adds_up or state.spec is None:
+        if adds_up or not state.known:
             right = state.divided == "same" or state.divided == "means" and evenly
             return "" if reads_count and right else state.cause
         if isinstance(state.spec, Replicated) and state.power == 0:
@@ -120,65 +138,100 @@ class Contract:
         states = [self.of(tensor) for tensor in operation.inputs]
         count = len(operation.outputs)
         if count == 1 and scaling.is_zero(operation.outputs[0]):
-            known = all(state.spec is not None for state in states)
-            state = _outputs_of(operation, states, self._nested, self._notes)[0] if known else SAME
-            return [state if isinstance(state.spec, Sharded) else SAME]
+            spec = self._outputs_of(operation, states)[0].spec
+            return [State(spec) if isinstance(spec, Sharded) else SAME]
         if operation.type in scaling.ADDITIVE:
             states = _zeros_as_others(operation, states, [
                 self._is_zero(tensor) for tensor in operation.inputs])
-        if all(state == SAME for state in states):
-            return [SAME] * count
         if operation.type in propagate.CALLS:
-            return self._function_outputs(_tf.called_body(operation), states)
+            return self._call(operation, [_tf.called_body(operation)], states)[0]
         if operation.type in propagate.LOOPS:
             return self._loop(operation, states)
-        wrong = next((state for state in states if state.spec is None and state.cause), None)
-        if wrong is not None:
-            return [wrong] * count
-        if any(state.spec is None for state in states):
-            return [UNKNOWN] * count
         if operation.type in propagate.BRANCHES:
             return self._branches(operation, states)
-        return _outputs_of(operation, states, self._nested, self._notes)
+        if all(state == SAME for state in states):
+            return [SAME] * count
+        found = self._outputs_of(operation, states)
+        wrong = _unknown_one(states)
+        return found if wrong is None else [wrong._replace(spec=state.spec) for state in found]
 
-    def _function_outputs(self, body: Any, states: Sequence[State], zeros: Sequence[bool] = ()
-                ) -> list[State]:
-        """The states of a function's outputs; ``zeros`` says which inputs are zero."""
-        inner = Contract(nested=True)
-        for tensor, state in zip(body.inputs, states):
-            inner.put(tensor, state)
-        inner._zeros = {tensor.name for tensor, zero in zip(body.inputs, zeros) if zero}
-        inner.look_at(op.operation for op in graphs.needed_in_order(body)
-                      if op.type != "Placeholder")
-        return [inner.of(tensor) for tensor in body.outputs]
+    def _call(self, operation: tf.Operation, bodies: Iterable[Any], *states: Sequence[State],
+              zeros: Sequence[bool] = ()) -> list[list[State]]:
+        """The states of the outputs of an operation's function bodies, for those of their inputs.
+
+        ``zeros`` says which inputs are zero.
+        """
+        contracts = self._bodies[operation.name] = []
+        for body, inputs in zip(bodies, states):
+            inner = Contract(body)
+            inner._states.update(zip((tensor.name for tensor in body.inputs), inputs))
+            inner._zeros = {tensor.name for tensor, zero in zip(body.inputs, zeros) if zero}
+            inner.look_at(op.operation for op in graphs.needed_in_order(body)
+                          if op.type != "Placeholder")
+            contracts.append(inner)
+        return [[inner.of(tensor) for tensor in inner.graph.outputs] for inner in contracts]
 
     def _loop(self, operation: tf.Operation, states: list[State]) -> list[State]:
         """The states of a loop's variables: a fixpoint; all towers must iterate as often."""
-        condition, body = (graphs.function_of(Op(operation), name) for name in ("cond", "body"))
+        functions = [graphs.function_of(Op(operation), name) for name in ("cond", "body")]
         zeros = [self._is_zero(tensor) for tensor in operation.inputs]
         for iteration in range(propagate.ROUNDS):
-            after = [_loop_variable(*each) for each in zip(states, self._function_outputs(
-                body, states, () if iteration else zeros), operation.inputs, zeros)]
+            tested, outputs = self._call(operation, functions, states, states,
+                                         zeros=() if iteration else zeros)
+            after = [_loop_variable(*each) for each in zip(
+                states, outputs, operation.inputs, zeros)]
             if iteration and after == states:
-                if self._function_outputs(condition, states) != [SAME]:
-                    break
-                return states
+                if tested == [SAME]:
+                    return states
+                break
             states = after
-        return [UNKNOWN] * len(states)
+        return [_unknown(tensor) for tensor in operation.outputs[:len(states)]]
 
     def _branches(self, operation: tf.Operation, states: Sequence[State]) -> list[State]:
         """The states of a branch's outputs; all towers must take the same branch."""
-        if states[0] != SAME:
-            return [UNKNOWN] * len(operation.outputs)
-        condition, by_branch = operation.inputs[0].ref(), []
-        for number, body in enumerate(graphs.branches_of(Op(operation))):
-            found = self._function_outputs(body, [
-                state._replace(spec=state.spec and joined.branch_input(
-                    condition, number, state.spec)) for state in states[1:]])
-            by_branch.append([None if self._is_zero(tensor) else (tensor, state)
-                              for tensor, state in zip(body.outputs, found)])
-        return [_branch_output(condition, [each for each in outputs if each is not None])
-                for outputs in zip(*by_branch)]
+        condition, bodies = operation.inputs[0].ref(), graphs.branches_of(Op(operation))
+        found = self._call(operation, bodies, *([state._replace(spec=joined.branch_input(
+            condition, number, state.spec)) for state in states[1:]]
+            for number in range(len(bodies))))
+        by_branch = [[None if self._is_zero(tensor) else (tensor, state)
+                      for tensor, state in zip(body.outputs, outputs)]
+                     for body, outputs in zip(bodies, found)]
+        return [_branch_output(condition, states[0], tensor, [
+            each for each in outputs if each is not None])
+            for tensor, outputs in zip(operation.outputs, zip(*by_branch))]
+
+    def _outputs_of(self, operation: tf.Operation, states: Sequence[State]) -> list[State]:
+        """The states of an operation's outputs, by its rule, as if all states were known."""
+        outputs, specs = operation.outputs, [state.spec for state in states]
+        if all(isinstance(spec, (Replicated, Partial, Size)) for spec in specs):
+            scalars = _arithmetic(operation, states)
+            if scalars is not None:
+                return [scalars] * len(outputs)
+        plan = registry.plan_of(Op(operation, self._notes), specs)
+        if plan is None or not (plan.once and plan.alone == 0) and not all(  # right for its rows
+                map(_is_taken_as_is, specs, plan.takes, operation.inputs)):
+            wrong = _not_taken(operation, states)
+            return [wrong._replace(spec=_unknown(tensor).spec) for tensor in outputs]
+        if plan.padded and plan.make is None and list(plan.takes) == specs:
+            self.padded[operation.name] = plan
+        power, problem = _power(operation, states), None
+        # A dimension has the size of the tower's rows where one device has the batch's.
+        of_tower_size = any(isinstance(spec, Size) and spec != wanted for spec, wanted in zip(
+            specs, plan.takes)) and not all(out.shape.is_fully_defined() for out in outputs)
+        if power is None and operation.type in scaling.ADDITIVE:
+            problem = _unscaled(operation)
+        elif power is None or of_tower_size:
+            problem = UNKNOWN
+        elif plan.make is not None and plan.alone is None:
+            problem = _needs_other_towers(operation, states)
+        if power is None or problem is not None:
+            return [(problem or UNKNOWN)._replace(spec=spec) for spec in plan.gives]
+        if self.graph is None and all(state.known for state in states):
+            registry.set_static_shape(outputs[0], plan)
+        power += 0 if plan.make is None else plan.alone or 0
+        return [State(spec, 0 if isinstance(spec, (Size, Axes)) else power,
+                      known=not isinstance(spec, Sizes))  # each tower has its own sizes
+                for spec in plan.gives]
 
     def _is_zero(self, tensor: tf.Tensor) -> bool:
         while tensor.op.type == "Identity":
@@ -187,29 +240,49 @@ class Contract:
             tensor.name in self._zeros or scaling.is_zero(tensor))
 
 
-def _branch_output(condition: Any, outputs: Sequence[tuple[tf.Tensor, State]]) -> State:
+def _unknown(tensor: tf.Tensor) -> State:
+    """The state of a tensor of which is known only its shape.
+
+    A first dimension of unknown size is taken for the rows.  If it is another, padding is right,
+    too: only tensors without entries are padded.
+    """
+    has_rows = tensor.shape.rank and tensor.shape[0] is None
+    return State(Sharded(0) if has_rows else REPLICATED, known=False)
+
+
+def _unknown_one(states: Iterable[State]) -> State | None:
+    """The first of the states that is not known, one with a cause if there is one."""
+    unknown = [state for state in states if not state.known]
+    return next((state for state in unknown if state.cause), next(iter(unknown), None))
+
+
+def _branch_output(condition: Any, taken: State, output: tf.Tensor,
+                   outputs: Sequence[tuple[tf.Tensor, State]]) -> State:
     """The state of a branch's output; ``outputs`` has the tensors that are not zero."""
-    specs = [state.spec for _, state in outputs if state.spec is not None]
+    specs, unknown = [state.spec for _, state in outputs], _unknown_one(
+        state for _, state in outputs)
     powers = {state.power for _, state in outputs if not isinstance(state.spec, Replicated)}
-    if len(specs) < len(outputs) or len(powers) > 1:
-        return next((state for _, state in outputs if state.cause), UNKNOWN)
-    if all(state == SAME for _, state in outputs):
+    if unknown is None and taken == SAME and all(state == SAME for _, state in outputs):
         return SAME
     spec = joined.branch_output(condition, specs, lambda number, element: lists.is_empty(
-        outputs[number][0], element))
+        outputs[number][0], element)) if specs else REPLICATED
+    shape = spec if isinstance(spec, (Sharded, ListOf)) else _unknown(output).spec
+    if unknown is not None and taken == SAME:
+        return unknown._replace(spec=shape)
     unlike = spec == SUM and specs.count(SUM) < len(specs)  # the other is the same on all towers
-    return UNKNOWN if unlike or isinstance(spec, Replicated) else State(spec, powers.pop())
+    if taken != SAME or len(powers) > 1 or unlike or isinstance(spec, Replicated):
+        return UNKNOWN._replace(spec=shape)
+    return State(spec, powers.pop())
 
 
 def _loop_variable(before: State, after: State, tensor: tf.Tensor, zero: bool) -> State:
     """The state of a loop variable that starts an iteration as ``before`` and ends as ``after``."""
     if before == after or after.cause:
         return after
-    if before.spec is None or after.spec is None or before.power != after.power and not zero:
-        return UNKNOWN
     spec = joined.loop_variable(before.spec, after.spec, tensor)
-    if isinstance(spec, Partial) and not zero or isinstance(spec, Replicated):
-        return UNKNOWN
+    if not before.known or not after.known or before.power != after.power and not zero \
+            or isinstance(spec, Partial) and not zero or isinstance(spec, Replicated):
+        return _unknown(tensor) if isinstance(spec, Replicated) else State(spec, known=False)
     return State(spec, after.power)
 
 
@@ -228,41 +301,6 @@ def _zeros_as_others(operation: tf.Operation, states: list[State],
 def _is_part_of_sum(state: State) -> bool:
     """Whether the towers' values add up to one device's."""
     return state in (State(SUM), SHARE)
-
-
-def _outputs_of(operation: tf.Operation, states: Sequence[State], nested: bool,
-                notes: dict[Any, Any]) -> list[State]:
-    """The states of an operation's outputs for known states of its inputs."""
-    count = len(operation.outputs)
-    if all(isinstance(state.spec, (Replicated, Partial, Size)) for state in states):
-        scalars = _arithmetic(operation, states)
-        if scalars is not None:
-            return [scalars] * count
-    specs = [state.spec if state.spec is not None else REPLICATED for state in states]
-    plan = registry.plan_of(Op(operation, notes), specs)
-    if plan is None or not (plan.once and plan.alone == 0) and not all(  # right for a tower's rows
-            map(_is_taken_as_is, specs, plan.takes, operation.inputs)):
-        is_list = operation.outputs and operation.outputs[0].dtype == tf.variant  # of a loop
-        crosses = any(isinstance(spec, (Sharded, Partial)) for spec in specs) and not any(
-            isinstance(spec, ListOf) for spec in specs) and not is_list and registry.has_rule(
-                operation.type)
-        return [_needs_other_towers(operation, states) if crosses else UNKNOWN] * count
-    power = _power(operation, states)
-    # A dimension has the size of the tower's rows where one device has the batch's.
-    of_tower_size = any(isinstance(spec, Size) and spec != wanted for spec, wanted in zip(
-        specs, plan.takes)) and not all(out.shape.is_fully_defined() for out in operation.outputs)
-    if power is None and operation.type in scaling.ADDITIVE:
-        return [_unscaled(operation)] * count
-    if power is None or of_tower_size:
-        return [UNKNOWN] * count
-    if not nested:
-        registry.set_static_shape(operation.outputs[0], plan)
-    if plan.make is not None:
-        if plan.alone is None:
-            return [_needs_other_towers(operation, states)] * count
-        power += plan.alone
-    return [UNKNOWN if isinstance(spec, Sizes) else  # each tower has its own sizes
-            State(spec, 0 if isinstance(spec, (Size, Axes)) else power) for spec in plan.gives]
 
 
 def _is_taken_as_is(spec: Spec, wanted: Spec, tensor: tf.Tensor) -> bool:
@@ -320,6 +358,15 @@ def _power(operation: tf.Operation, states: Sequence[State]) -> int | None:
     return total
 
 
+def _not_taken(operation: tf.Operation, states: Sequence[State]) -> State:
+    """The state of an output if the rule does not take the towers' tensors as they are."""
+    is_list = operation.outputs and operation.outputs[0].dtype == tf.variant  # of a loop
+    crosses = any(isinstance(state.spec, (Sharded, Partial)) for state in states) and not any(
+        isinstance(state.spec, ListOf) for state in states) and not is_list
+    return _needs_other_towers(operation, states) if crosses and registry.has_rule(
+        operation.type) else UNKNOWN
+
+
 def _needs_other_towers(operation: tf.Operation, states: Sequence[State]) -> State:
     """The state of an output that needs data of other towers."""
     specs = [state.spec for state in states]
@@ -343,4 +390,4 @@ def _wrong(operation: tf.Operation, reason: str, divided: str = "") -> State:
     """The state of a wrong output; ``reason`` says what the operation does to it ("adds ...")."""
     line = _tf.line_of(operation)
     named = f"{operation.type} ({operation.name}{', ' + line if line else ''})"
-    return State(None, 0, f"{named} {reason}", divided)
+    return UNKNOWN._replace(cause=f"{named} {reason}", divided=divided)

@@ -10,7 +10,7 @@ operations run once, and so do those of sync points, which get a tower's tensor 
 
 from __future__ import annotations
 
-import collections
+import dataclasses
 import functools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -24,7 +24,7 @@ from towerstrategy.sharding.contract import Contract
 from towerstrategy.sharding.partition import Lazily, Partition
 from towerstrategy.sharding.rules import registry
 from towerstrategy.sharding.rules.registry import Op, Plan
-from towerstrategy.sharding.spec import PER_TOWER, REPLICATED, Sharded, Spec
+from towerstrategy.sharding.spec import PER_TOWER, REPLICATED, SUM, Sharded, Spec
 from towerstrategy.sharding.towers import Towers
 from towerstrategy.sharding.traffic import Traffic
 from towerstrategy.sharding.values import Value, captured, padded
@@ -128,30 +128,24 @@ class PerTowerTensors:
             *graph.captures, *_tf.captured_at_call(graph)) if inner.op.name not in self._inputs}
         graph.inputs = [*map(graph.get_tensor_by_name, self._captures),
                         *(graph.get_tensor_by_name(f"{name}:0") for name in self._inputs)]
-        own = [tensor for tensor in graph.inputs if tensor.op.name in self._inputs]
-        specs: dict[str, Spec] = {tensor.name: REPLICATED for tensor in graph.inputs}
-        specs.update((tensor.name, PER_TOWER) for tensor in own)
-        plans = replica_plans.Plans(bool(self._filled), own)
-        layout = propagate.Layout(graph, graphs.needed_in_order(graph), specs, {})
-        consumers = collections.Counter(name for each in layout.order for name in each.input_names)
-        summed = {each.input_names[0] for each in layout.order if each.name in self._sums
-                  and consumers[each.input_names[0]] == 1}
+        plans = replica_plans.Plans(bool(self._filled), traffic)
+        layout = propagate.Layout(graph, graphs.needed_in_order(graph), {
+            tensor.name: PER_TOWER if tensor.op.name in self._inputs else REPLICATED
+            for tensor in graph.inputs}, {})
+        summed = replica_plans.only_used_for((each.input_names[0] for each in layout.order
+                                              if each.name in self._sums), layout)
 
         def plan_of(operation: Op) -> Plan:
-            input_specs = layout.inputs_of(operation)
-            if not summed.isdisjoint(operation.output_names):
-                rows = replica_plans.with_all_rows(operation, input_specs, states, traffic)
-                if rows is not None:
-                    return rows
+            specs = layout.inputs_of(operation)
             if operation.name in self._scatters:
-                return plans.on_each_tower(operation, input_specs)
+                return plans.on_each_tower(operation, specs, states)
             if operation.name in self._picks or operation.name in self._sync_ops:
                 # Tower 0's tensor counts for all.
-                return registry.once(operation) if PER_TOWER in input_specs \
-                    else propagate.once(layout, operation)
-            return plans.plan_of(layout, operation)
+                return propagate.once(layout, operation) if specs.count(REPLICATED) == len(specs) \
+                    else registry.once(operation)
+            return plans.plan_of(layout, operation, states, summed)
 
-        plans.put(layout, plan_of)
+        replica_plans.put(layout, plan_of)
         return layout
 
     def inputs(self, towers: Towers) -> list[Value]:
@@ -170,7 +164,7 @@ class PerTowerTensors:
         """Whether an operation moves towers' own tensors into a sync point, or out of it."""
         return layout.graph is self.graph and (operation.name in self._picks or (
             operation.name in self._scatters) or operation.name in self._sums
-            and not isinstance(layout.plans.get(operation.before[0]), replica_plans.WithAllRows))
+            and layout.specs[operation.input_names[0]] != SUM)
 
     def transfer(self, operation: Op, values: Sequence[Value]) -> tuple[list[Value], list[Ref]]:
         """The output of such an operation, and the tensors that it takes of ``values``."""
@@ -204,6 +198,8 @@ def _outer(towers: Towers, tower: int, value: Any, dtype: tf.DType) -> Ref:
 
 def _with_spec(value: Value, spec: Spec, device: str = "") -> Value:
     """The same parts as ``value``, with another spec, by which ``device`` can gather them."""
+    if isinstance(spec, Sharded) and not spec.group:  # each tensor shows how many rows it has
+        spec = dataclasses.replace(spec, group="own")
     shape = blocks.opened(value.shape, spec.dim) if isinstance(spec, Sharded) else value.shape
     return Value(value.towers, spec, shape, None, value.part, device or value.device)
 

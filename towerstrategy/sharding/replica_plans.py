@@ -9,9 +9,9 @@ nested functions, too.  If a tower may have no rows, the table says what must be
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import tensorflow as tf
 
@@ -21,7 +21,7 @@ from towerstrategy.sharding.contract import Contract
 from towerstrategy.sharding.propagate import Layout, Nested
 from towerstrategy.sharding.rules import registry
 from towerstrategy.sharding.rules.registry import Op, Plan
-from towerstrategy.sharding.spec import PER_TOWER, REPLICATED, SUM, ListOf, Sharded, Spec
+from towerstrategy.sharding.spec import PER_TOWER, REPLICATED, SUM, Sharded, Spec
 from towerstrategy.sharding.traffic import Traffic
 
 
@@ -46,7 +46,7 @@ class OnEachTower(Plan):
 
 
 class WithAllRows(Plan):
-    """The operation runs once, with all towers' rows, instead of on each tower before a sum."""
+    """The operation runs once, with all towers' rows: its output is the sum over the towers."""
 
 
 class Plans:
@@ -54,50 +54,51 @@ class Plans:
 
     Args:
       pads: whether a tower may have no rows.
-      own: the inputs of the replica function of which each tower has its own.
+      traffic: chooses whether a sum's parts cross, or the rows that they are made of.
     """
 
-    def __init__(self, pads: bool, own: Iterable[tf.Tensor]) -> None:
-        self._pads = pads
-        self._rows = {tensor.ref(): _row_spec(tensor) for tensor in own}  # the specs within a tower
+    def __init__(self, pads: bool, traffic: Traffic) -> None:
+        self._pads, self._traffic = pads, traffic
 
-    def put(self, layout: Layout, plan_of: Callable[[Op], Plan]) -> None:
-        """Puts the plans into a layout that has the specs of its inputs."""
-        for operation in layout.order:
-            if operation.output_names and operation.output_names[0] in layout.specs:
-                continue  # an input
-            plan = layout.plans[operation.name] = plan_of(operation)
-            layout.specs.update(zip(operation.output_names, plan.gives))
+    def plan_of(self, layout: Layout, operation: Op, states: Contract,
+                summed: Iterable[str] = ()) -> Plan:
+        """The plan of an operation, in a function body or not.
 
-    def plan_of(self, layout: Layout, operation: Op) -> Plan:
-        """The plan of an operation, in a function body or not."""
+        Args:
+          layout: the layout of the graph or body, up to this operation.
+          operation: the operation.
+          states: the states of the graph's or the body's tensors.
+          summed: the names of tensors of which nothing but the sum over the towers is used.
+        """
         specs = layout.inputs_of(operation)
+        if not set(summed).isdisjoint(operation.output_names):
+            if specs == [SUM]:  # a copy of one that is made so
+                return dataclasses.replace(registry.once(operation), gives=specs)
+            rows = self._with_all_rows(operation, specs, states)
+            if rows is not None:
+                return rows
         if PER_TOWER not in specs and (
                 not operation.is_stateful or only_reads(operation.operation)):
             return propagate.once(layout, operation)
         if operation.type in propagate.CALLS and not _tf.is_compiled(operation.operation):
-            arguments, (body,) = _called(operation)
-            inner = self._layout(body, specs, arguments)
-            self._hand_on(body.outputs, operation.outputs)
-            return Nested(specs, inner.outputs, layouts=[inner])
-        return self.on_each_tower(operation, specs)
+            inner, = states.bodies(operation.operation)
+            body = self._layout(inner, specs, [tensor.name for tensor, name in zip(
+                inner.graph.outputs, operation.output_names) if name in summed])
+            return Nested(specs, body.outputs, layouts=[body])
+        return self.on_each_tower(operation, specs, states)
 
-    def on_each_tower(self, operation: Op, specs: Sequence[Spec]) -> OnEachTower:
+    def on_each_tower(self, operation: Op, specs: Sequence[Spec], states: Contract) -> OnEachTower:
         """The plan of an operation that each tower runs."""
         return OnEachTower(specs, [PER_TOWER] * len(operation.outputs),
-                           padded_plan=self._padded_plan(operation) if self._pads else None,
-                           layouts=self._layouts(operation))
+                           padded_plan=states.padded.get(operation.name) if self._pads else None,
+                           layouts=self._layouts(operation, states))
 
-    def _layouts(self, operation: Op) -> list[Layout]:
+    def _layouts(self, operation: Op, states: Contract) -> list[Layout]:
         """The layouts of the functions that an operation calls, if each tower must have its own."""
-        arguments, bodies = _called(operation)
-        layouts = [self._layout(body, [PER_TOWER] * len(body.inputs), arguments)
-                   for body in bodies]
-        if operation.type in propagate.BRANCHES:
-            for body in bodies:  # what kernels reserve for their gradients, in another branch
-                self._rows.update((output.ref(), spec) for tensor, output in zip(
-                    body.outputs, operation.outputs)
-                    if isinstance(spec := self._rows.get(tensor.ref()), ListOf))
+        if operation.type not in (*propagate.CALLS, *propagate.BRANCHES, *propagate.LOOPS):
+            return []
+        layouts = [self._layout(inner, [PER_TOWER] * len(inner.graph.inputs))
+                   for inner in states.bodies(operation.operation)]
         compiled = operation.type in propagate.CALLS
         if not any(_differs(layout, not compiled) for layout in layouts):
             return []
@@ -106,42 +107,58 @@ class Plans:
                                 "tower")
         return layouts
 
-    def _layout(self, body: Any, specs: Sequence[Spec], arguments: Sequence[tf.Tensor]) -> Layout:
-        """The layout of a function body that is called with these arguments."""
+    def _layout(self, states: Contract, specs: Sequence[Spec], summed: Sequence[str] = ()
+                ) -> Layout:
+        """The layout of a function body, of whose outputs ``summed`` are only added up."""
+        body = states.graph
         layout = Layout(body, graphs.needed_in_order(body), dict(zip(
             (tensor.name for tensor in body.inputs), specs)), {})
-        self._hand_on(arguments, body.inputs)
-        self.put(layout, lambda inner: self.plan_of(layout, inner))
+        names = only_used_for(summed, layout)
+        put(layout, lambda operation: self.plan_of(layout, operation, states, names))
         return layout
 
-    def _hand_on(self, tensors: Iterable[tf.Tensor], others: Iterable[tf.Tensor]) -> None:
-        self._rows.update((other.ref(), self._rows[tensor.ref()])
-                          for tensor, other in zip(tensors, others) if tensor.ref() in self._rows)
+    def _with_all_rows(self, operation: Op, input_specs: Sequence[Spec], states: Contract
+                       ) -> WithAllRows | None:
+        """The plan of an operation that should run once, with all rows; else None.
 
-    def _padded_plan(self, operation: Op) -> Plan | None:
-        """The table's plan for an operation that must be padded on a tower without rows; else None.
-
-        A first dimension of unknown size is taken for the rows.  If it is another, the result is
-        right, too: only tensors without entries are padded.
+        It should if the towers' outputs add up to its output, by the table, and have more bytes.
         """
-        specs = [self._rows.get(tensor.ref(), REPLICATED) for tensor in operation.inputs]
-        plan = registry.plan_of(operation, specs) if specs.count(REPLICATED) < len(specs) else None
-        fits = plan is not None and plan.make is None and not plan.once and list(
-            plan.takes) == specs
-        gives = plan.gives if plan is not None and fits else map(_row_spec, operation.outputs)
-        self._rows.update(zip((tensor.ref() for tensor in operation.outputs), gives))
-        return plan if plan is not None and fits and plan.padded else None
+        specs = [spec if spec == REPLICATED else states.of(tensor).spec
+                 for spec, tensor in zip(input_specs, operation.inputs)]
+        if not all(isinstance(found, Sharded) for found, spec in zip(specs, input_specs)
+                   if spec != REPLICATED):
+            return None
+        plan = registry.plan_of(operation, specs)
+        if plan is None or plan.gives != [SUM] or list(plan.takes) != specs:
+            return None
+        once = self._traffic.cheaper(operation, plan, specs).once
+        return WithAllRows(specs, [SUM], once=True) if once else None
 
 
-def _called(operation: Op) -> tuple[Sequence[tf.Tensor], Sequence[Any]]:
-    """The graphs of the functions that an operation calls, and the inputs that they get."""
-    if operation.type in propagate.CALLS:
-        return operation.inputs, [_tf.called_body(operation.operation)]
-    if operation.type in propagate.BRANCHES:
-        return operation.inputs[1:], graphs.branches_of(operation)
-    if operation.type in propagate.LOOPS:
-        return operation.inputs, [graphs.function_of(operation, name) for name in ("cond", "body")]
-    return [], []
+def put(layout: Layout, plan_of: Callable[[Op], Plan]) -> None:
+    """Puts plans into a layout that has the specs of its inputs."""
+    for operation in layout.order:
+        if operation.output_names and operation.output_names[0] in layout.specs:
+            continue  # an input
+        plan = layout.plans[operation.name] = plan_of(operation)
+        layout.specs.update(zip(operation.output_names, plan.gives))
+
+
+def only_used_for(summed: Iterable[str], layout: Layout) -> set[str]:
+    """``summed`` and the tensors of which they are copies, if nothing else uses these tensors.
+
+    Args:
+      summed: the names of tensors that one operation takes, or the caller of the layout's function.
+      layout: the layout.
+    """
+    uses = collections.Counter(name for each in layout.order for name in each.input_names)
+    uses.update(tensor.name for tensor in layout.graph.outputs)
+    found = {name for name in summed if uses[name] == 1}
+    for operation in reversed(layout.order):
+        if operation.type == "Identity" and operation.output_names[0] in found \
+                and uses[operation.input_names[0]] == 1:
+            found.add(operation.input_names[0])
+    return found
 
 
 def _differs(layout: Layout, pads: bool) -> bool:
@@ -161,31 +178,7 @@ def _differs(layout: Layout, pads: bool) -> bool:
     return False
 
 
-def with_all_rows(operation: Op, input_specs: Sequence[Spec], states: Contract,
-                  traffic: Traffic) -> WithAllRows | None:
-    """The plan of an operation that should run once, with all rows; else None.
-
-    It should if the towers' outputs add up to its output, by the table, and have more bytes.
-    """
-    specs: list[Spec] = []
-    for spec, tensor in zip(input_specs, operation.inputs):
-        known = REPLICATED if spec == REPLICATED else states.of(tensor).spec
-        if not isinstance(known, Sharded) and spec != REPLICATED or known is None:
-            return None
-        specs.append(known)
-    plan = registry.plan_of(operation, specs)
-    if plan is None or plan.gives != [SUM] or list(plan.takes) != specs:
-        return None
-    once = traffic.cheaper(operation, plan, specs).once
-    return WithAllRows(specs, [REPLICATED], once=True) if once else None
-
-
 def only_reads(operation: tf.Operation) -> bool:
     """Whether an operation only reads resources, so that it may run once; calls may do more."""
     handles = [tensor for tensor in operation.inputs if tensor.dtype == tf.resource]
     return bool(handles) and operation.type not in _tf.CALLERS and not _tf.has_effect(operation)
-
-
-def _row_spec(tensor: tf.Tensor) -> Spec:
-    """The spec of a tensor whose first dimension is taken for the rows if its size is unknown."""
-    return Sharded(0, group="own") if tensor.shape.rank and tensor.shape[0] is None else REPLICATED
