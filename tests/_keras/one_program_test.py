@@ -64,6 +64,51 @@ class OneProgramTest(parameterized.TestCase):
 
         self.assert_as_one_device("keras", make)
 
+    @parameterized.product(kit=list(KITS), late=("in_layer", "in_training", "in_loss"))
+    def test_layers_that_only_the_step_builds(self, kit, late):
+        """Else the optimizer is built without their weights, and the first step fails."""
+        kit_, layers = KITS[kit], KITS[kit].layers
+
+        class Block(layers.Layer):
+            def __init__(self):
+                super().__init__()
+                self.inner = layers.Dense(3)
+
+            def build(self, shape):  # as in many a published layer, without what is inside
+                super().build(shape)
+
+            def call(self, x):
+                return self.inner(x)
+
+            def compute_output_shape(self, shape):
+                return (*shape[:-1], 3)
+
+        class Heads(kit_.Model):
+            def __init__(self):
+                super().__init__()
+                self.body, self.head, self.out = (layers.Dense(units) for units in (5, 1, 2))
+
+            def call(self, x, training=None):
+                x = self.body(x)
+                if training and late == "in_training":
+                    self.add_loss(.3 * tf.reduce_mean(self.head(x) ** 2))
+                return self.out(x)
+
+            def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, **kwargs):
+                if late != "in_loss":
+                    return super().compute_loss(x, y, y_pred, sample_weight, **kwargs)
+                return tf.reduce_mean((self.head(y_pred) - y) ** 2)
+
+        def make(kit):
+            model = Heads()
+            if late == "in_layer":
+                x = kit.Input([4])
+                model = kit.Model(x, kit.layers.Dense(2)(Block()(x)))
+            model.compile("adam", None if late == "in_loss" else "mse")
+            return model
+
+        self.assert_as_one_device(kit, make)
+
     @parameterized.parameters(*KITS)
     def test_a_step_is_one_function(self, kit):
         """Else each variable is captured once more, which takes a tenth of a first step."""

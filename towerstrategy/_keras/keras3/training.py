@@ -164,7 +164,8 @@ def symbolic_build(original: Callable[..., Any], self: Any, iterator: Any = None
 
     It builds model, metrics and optimizer.  A model that cannot be called symbolically is built by
     the trace, as without a strategy; the trace raises the user's errors, too.  So is a model with
-    its own step, which may pass other values than the data to the model, its loss and metrics.
+    its own step, which may pass other values than the data to the model, its loss and metrics; and
+    the optimizer of layers that only a training step calls.
     """
     strategy = training_rules.strategy_of(self, names)
     if strategy is None:
@@ -178,8 +179,24 @@ def symbolic_build(original: Callable[..., Any], self: Any, iterator: Any = None
         return
     if iterator is not None:
         data_batch = _batch_spec(iterator._distributed_dataset.element_spec)
-    with contextlib.suppress(Exception), strategy.scope(), _with_known_outputs(self):
+    with contextlib.suppress(Exception), strategy.scope(), _with_known_outputs(self), \
+            _optimizer_behind_layers(self):
         self._symbolic_build(data_batch=data_batch)
+
+
+def _is_built(model: Any) -> bool:
+    return all(layer.built for layer in model._flatten_layers())
+
+
+def _optimizer_behind_layers(model: Any) -> contextlib.AbstractContextManager[None]:
+    """A context in which the optimizer is built only if all layers are: it takes no more weights.
+
+    Keras calls the model as for a prediction, and may not call ``compute_loss``.
+    """
+    optimizer = model.optimizer
+    build = getattr(optimizer, "build", None)
+    return contextlib.nullcontext() if build is None else hooks.patched(
+        optimizer, build=lambda variables: build(variables) if _is_built(model) else None)
 
 
 def _with_known_outputs(model: Any) -> contextlib.AbstractContextManager[None]:
@@ -189,8 +206,9 @@ def _with_known_outputs(model: Any) -> contextlib.AbstractContextManager[None]:
     """
     functional = getattr(model, "_functional", model)  # a Sequential has one inside
     outputs = getattr(functional, "_outputs_struct", None)
-    if outputs is None or type(model).call not in names.GRAPH_CALLS or "call" in vars(model) or any(
-            None in each.shape[1:] or each.sparse for each in tree.flatten(outputs)):
+    if outputs is None or type(model).call not in names.GRAPH_CALLS or "call" in vars(model) \
+            or not _is_built(model) or any(
+                None in each.shape[1:] or each.sparse for each in tree.flatten(outputs)):
         return contextlib.nullcontext()
     return hooks.patched(model, call=lambda *_, **__: tree.map_structure(
         lambda each: tf.compat.v1.placeholder(each.dtype, each.shape), outputs))
