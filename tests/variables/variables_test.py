@@ -211,6 +211,30 @@ class MergedWriteTest(parameterized.TestCase):
         self.assertEqual(total.numpy(), 9.)
         self.assertEqual(handles, [["CPU:1", "CPU:1", "CPU:2"]])
 
+    @parameterized.parameters(Aggregation.SUM, Aggregation.MEAN, Aggregation.ONLY_FIRST_REPLICA)
+    def test_slices_in_a_step_of_all_rows(self, aggregation):
+        """Else a metric that counts by class with `scatter_nd_add` fails in `fit`."""
+        strategy, rows = two_towers(), tf.constant([[2.], [3.], [4.]])
+        modes = {"synchronization": Sync.ON_READ, "aggregation": aggregation}
+        one, ours = tf.Variable([1., 2., 3.]), made(strategy, [0., 0., 0.], **modes)
+        parts = 2. if aggregation is Aggregation.SUM else 1.
+        strategy.run(lambda: ours.assign_add(tf.constant([1., 2., 3.]) / parts))
+
+        def step(v, x):
+            v.scatter_nd_add([[0], [2]], [tf.reduce_sum(x), x[0, 0]])
+            v.scatter_update(tf.IndexedSlices([tf.reduce_max(x)], [1]))
+            v.scatter_nd_update([[2]], v.gather_nd([[0]]))
+            v.scatter_max(tf.IndexedSlices([7.], [1]))
+            v.assign_add([1., 1., 1.])
+            v.scatter_sub(tf.IndexedSlices([tf.reduce_mean(x)], [1]))
+            return v.sparse_read([1, 2])
+
+        for _ in range(2):
+            wanted = tf.function(step)(one, rows)
+            got = strategy.function(lambda x: step(ours, x))(strategy.split(rows))
+            self.assertEqual(plain(got), plain(wanted))
+            self.assertEqual(plain(ours), plain(one))
+
     def test_sum_in_cond_explains(self):
         """Else a write that needs all towers does something else inside control flow."""
         strategy = two_towers()

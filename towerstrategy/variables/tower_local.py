@@ -7,6 +7,7 @@ own part; a read outside of towers aggregates the parts.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -29,17 +30,20 @@ class _TowerLocalSaveable(_tf.SyncOnReadSaveable):
 
 
 class TowerLocalVariable(_tf.SyncOnReadVariable):
-    """TensorFlow's ``SyncOnReadVariable``, with two differences.
+    """TensorFlow's ``SyncOnReadVariable``, with three differences.
 
     A tower without rows does not change its part.  A value assigned to a SUM variable from outside
-    of towers, or restored, goes to tower 0's part whole (not 1/R to each): counts stay exact.
+    of towers, or restored, goes to tower 0's part whole (not 1/R to each): counts stay exact.  A
+    step with all rows reads and writes the aggregate, as one device does.
     """
 
     _extreme: str | None = None  # "max" or "min", see rules
     # For SUM with several machines: the part that steps with all rows write; equal on all machines.
     _shared_part: Any = None
-    # Whether parts other than the first may be nonzero, because towers wrote in `strategy.run`.
-    _has_parts = True
+    _has_parts = True  # whether parts other than the first may be nonzero
+    # Whether towers wrote their parts, in `strategy.run`; the graphs of steps that merge them.
+    _towers_wrote = False
+    _merged_in: weakref.WeakSet[Any]
 
     def _get(self) -> Any:
         part = self._current_part()
@@ -50,7 +54,28 @@ class TowerLocalVariable(_tf.SyncOnReadVariable):
         tower = contexts.current_tower()
         if tower is not None:
             return self._values[tower.index]
-        return self._shared_part if contexts.has_all_rows() else None
+        if not contexts.has_all_rows():
+            return None
+        self._merge_parts()
+        return self._shared_part
+
+    def _merge_parts(self) -> None:
+        """In a step with all rows, gives the first part the aggregate: once in a graph."""
+        mean = self.aggregation is one_copy.Aggregation.MEAN and self.dtype.is_floating
+        graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+        if not (self._towers_wrote and (self._is_total or mean)) or graph in self._merged_in \
+                or self._distribute_strategy.extended.workers is not None:
+            return
+        total = merging.total([part.value() for part in self._values])
+        self.spread(total / len(self._values) if mean else total)
+        if graph is not None:
+            self._merged_in.add(graph)
+
+    @property
+    def _whole(self) -> Any:
+        """In a step with all rows, the part that has the aggregate; else the first one."""
+        part = self._current_part()
+        return self._values[0] if part is None else part
 
     def _get_cross_replica(self) -> Any:
         if self._extreme is not None:
@@ -68,7 +93,7 @@ class TowerLocalVariable(_tf.SyncOnReadVariable):
                read_value: bool = True) -> Any:
         if contexts.has_all_rows() or self._assigned_from_outside():
             return self._assign_for_all(value, read_value)
-        self._has_parts = True
+        self._has_parts = self._towers_wrote = True
         value = self._neutral_if_empty(value, lambda: self._get().value())
         return super().assign(value, use_locking, name, read_value)
 
@@ -95,14 +120,13 @@ class TowerLocalVariable(_tf.SyncOnReadVariable):
               read_value: bool = True) -> Any:
         if contexts.has_all_rows() and not self._is_total:
             step = tf.add if method == "assign_add" else tf.subtract
-            return self._assign_for_all(step(self._values[0], tf.cast(value, self.dtype)),
-                                        read_value)
-        if not self._assigned_from_outside():
-            self._has_parts = True
+            return self._assign_for_all(step(self._whole, tf.cast(value, self.dtype)), read_value)
+        if not self._assigned_from_outside() and not contexts.has_all_rows():
+            self._has_parts = self._towers_wrote = True
             value = self._neutral_if_empty(value, lambda: tf.zeros([], self.dtype))
             return getattr(super(), method)(value, use_locking, name, read_value)
-        if not self._distribute_strategy.extended.first_replica:  # the first tower's part only
-            part = self._values[0]
+        part = self._whole
+        if contexts.has_all_rows() or not self._distribute_strategy.extended.first_replica:
             with tf.device(part.device):
                 getattr(_tf.ResourceVariable, method)(part, tf.cast(value, self.dtype),
                                                       read_value=False)
@@ -110,6 +134,26 @@ class TowerLocalVariable(_tf.SyncOnReadVariable):
 
     assign_add = functools.partialmethod(_step, "assign_add")
     assign_sub = functools.partialmethod(_step, "assign_sub")
+
+    def _scatter(self, method: str, *args: Any, **kwargs: Any) -> TowerLocalVariable:
+        """Calls a method that writes slices: on the aggregate, in a step with all rows only."""
+        if not contexts.has_all_rows():
+            raise NotImplementedError(
+                f"{self!r}, with synchronization=ON_READ, does not support {method} outside of a "
+                "step with all rows (of Keras, or of a function made by strategy.function), as in "
+                "MirroredStrategy. Use assign_add(tf.scatter_nd(...)).")
+        whole = self._whole
+        with tf.device(whole.device):
+            getattr(whole, method)(*args, **kwargs)
+        if not self._is_total:
+            self.spread(whole.value())
+        return self
+
+    def gather_nd(self, indices: Any, name: str | None = None) -> tf.Tensor:
+        return tf.gather_nd(self.read_value(), indices, name=name)
+
+    def sparse_read(self, indices: Any, name: str | None = None) -> tf.Tensor:
+        return tf.gather(self.read_value(), indices, name=name)
 
     @property
     def _is_total(self) -> bool:
@@ -151,6 +195,12 @@ class TowerLocalVariable(_tf.SyncOnReadVariable):
     __str__ = __repr__
 
 
+for _method in dir(_tf.ResourceVariable):
+    if _method.startswith(("scatter_", "batch_scatter_")):
+        setattr(TowerLocalVariable, _method,
+                functools.partialmethod(TowerLocalVariable._scatter, _method))
+
+
 def make_tower_local(strategy: tf.distribute.Strategy,
                      variable: tf.Variable) -> TowerLocalVariable:
     """A tower-local variable whose part on tower 0 is an existing variable with its value."""
@@ -170,6 +220,7 @@ def tower_local(strategy: tf.distribute.Strategy, parts: list[tf.Variable],
                 aggregation: tf.VariableAggregation) -> TowerLocalVariable:
     """A tower-local variable of ``strategy`` with these parts, one per tower."""
     variable = TowerLocalVariable(strategy, parts, aggregation)
+    variable._merged_in = weakref.WeakSet()
     if tf.executing_eagerly():
         variable._has_parts = any(part.numpy().any() for part in parts[1:])
     if variable._is_total and strategy.extended.workers is not None:
