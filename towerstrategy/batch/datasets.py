@@ -322,7 +322,9 @@ def check_batched(dataset: Any, batches: Sequence[int] | None = None) -> None:
                 "its elements are scalars")
             raise ValueError(
                 f"the dataset is not batched: {what} ({leaf!r}), so there are no rows to split "
-                "over the towers. Call dataset.batch(global_batch_size) first.")
+                "over the towers. Call dataset.batch(global_batch_size) first. If the dataset is "
+                "batched, give this component a value for each row: a number for the whole batch, "
+                "such as that of dataset.enumerate(), has no rows.")
     if batches is None:
         splitting.check_same_rows(
             {path: leaf.shape[0] for path, leaf in named
