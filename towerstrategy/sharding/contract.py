@@ -153,7 +153,9 @@ class Contract:
             return [SAME] * count
         found = self._outputs_of(operation, states)
         wrong = _unknown_one(states)
-        return found if wrong is None else [wrong._replace(spec=state.spec) for state in found]
+        return found if wrong is None else [wrong._replace(
+            spec=_unknown(tensor).spec if state.spec == REPLICATED else state.spec)
+            for tensor, state in zip(operation.outputs, found)]
 
     def _call(self, operation: tf.Operation, bodies: Iterable[Any], *states: Sequence[State],
               zeros: Sequence[bool] = ()) -> list[list[State]]:
