@@ -118,15 +118,20 @@ class TowerLocalVariable(_tf.SyncOnReadVariable):
 
     def _step(self, method: str, value: Any, use_locking: bool = False, name: Any = None,
               read_value: bool = True) -> Any:
-        if contexts.has_all_rows() and not self._is_total:
-            step = tf.add if method == "assign_add" else tf.subtract
-            return self._assign_for_all(step(self._whole, tf.cast(value, self.dtype)), read_value)
-        if not self._assigned_from_outside() and not contexts.has_all_rows():
+        if contexts.has_all_rows():
+            whole = self._whole
+            if not self._is_total:
+                step = tf.add if method == "assign_add" else tf.subtract
+                return self._assign_for_all(step(whole, tf.cast(value, self.dtype)), read_value)
+            contexts.writer_of(self)
+            with tf.device(whole.device):
+                return getattr(whole, method)(value, use_locking, name, read_value)
+        if not self._assigned_from_outside():
             self._has_parts = self._towers_wrote = True
             value = self._neutral_if_empty(value, lambda: tf.zeros([], self.dtype))
             return getattr(super(), method)(value, use_locking, name, read_value)
-        part = self._whole
-        if contexts.has_all_rows() or not self._distribute_strategy.extended.first_replica:
+        if not self._distribute_strategy.extended.first_replica:  # the first tower's part only
+            part = self._values[0]
             with tf.device(part.device):
                 getattr(_tf.ResourceVariable, method)(part, tf.cast(value, self.dtype),
                                                       read_value=False)
@@ -135,7 +140,7 @@ class TowerLocalVariable(_tf.SyncOnReadVariable):
     assign_add = functools.partialmethod(_step, "assign_add")
     assign_sub = functools.partialmethod(_step, "assign_sub")
 
-    def _scatter(self, method: str, *args: Any, **kwargs: Any) -> TowerLocalVariable:
+    def _scatter(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Calls a method that writes slices: on the aggregate, in a step with all rows only."""
         if not contexts.has_all_rows():
             raise NotImplementedError(
@@ -144,10 +149,10 @@ class TowerLocalVariable(_tf.SyncOnReadVariable):
                 "MirroredStrategy. Use assign_add(tf.scatter_nd(...)).")
         whole = self._whole
         with tf.device(whole.device):
-            getattr(whole, method)(*args, **kwargs)
+            written = getattr(whole, method)(*args, **kwargs)
         if not self._is_total:
             self.spread(whole.value())
-        return self
+        return written
 
     def gather_nd(self, indices: Any, name: str | None = None) -> tf.Tensor:
         return tf.gather_nd(self.read_value(), indices, name=name)
