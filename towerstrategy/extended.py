@@ -33,7 +33,6 @@ from towerstrategy.variables import creation, tower_local
 class Modes(threading.local):
     """Flags that are set for a while (:meth:`within`), in one thread."""
 
-    in_order = False  # whether rows must keep the dataset's order: a model predicts
     kept = False  # whether an iterator over a dataset lives longer than an epoch of Keras
     one_replica = False  # whether a step with all rows runs, in any replica context
     keras_step = False  # whether a step of Keras is being traced
@@ -254,7 +253,7 @@ class TowerExtended(_tf.StrategyExtended):
         if self.modes.kept and dataset.options().autotune.enabled is False:
             # Keras' data-loading threads end with the epoch; prefetching past its end would fail.
             fetch, ready = fetch._replace(devices=()), 0
-        return self.inputs.distribute(dataset, self.modes.in_order, ready, fetch)
+        return self.inputs.distribute(dataset, ready, fetch)
 
     def _distribute_datasets_from_function(self, dataset_fn: Callable[..., Any],
                                            options: Any) -> tf.distribute.DistributedDataset:

@@ -111,13 +111,13 @@ class Inputs:
         """The sub-batches of this machine's towers; every machine has the same global batch."""
         return splitting.split_batch(batch, self._towers, self._cuts())
 
-    def distribute(self, dataset: tf.data.Dataset, in_order: bool, ready: int,
+    def distribute(self, dataset: tf.data.Dataset, ready: int,
                    fetch: prefetching.Fetch) -> datasets_lib.TowerDataset:
         """Splits a dataset of global batches; see :func:`datasets.split_dataset`."""
         if self._measured is not None:
             dataset = self._measured.left_out_of_checkpoints(dataset)
         if self._workers is not None:
-            split = self._workers.shard_dataset(dataset, ready, in_order, self._measured)
+            split = self._workers.shard_dataset(dataset, ready, self._measured)
         else:
             split = datasets_lib.split_dataset(dataset, self._towers, ready, self._cuts())
         split.fetch, split.watcher = fetch, self.measuring

@@ -42,8 +42,7 @@ class Workers(Protocol):
     def cuts_of(self, units: Any) -> Callable[[Any], Any]:
         """A ``rows.CutRows`` for batches that every worker has, by the shares of all towers."""
 
-    def shard_dataset(self, dataset: tf.data.Dataset, ready: int, in_order: bool,
-                      measured: Any = None) -> Any:
+    def shard_dataset(self, dataset: tf.data.Dataset, ready: int, measured: Any = None) -> Any:
         """This worker's part of a dataset of global batches."""
 
     def shard_grouped(self, grouped: Any, ready: int) -> Any:

@@ -459,14 +459,16 @@ def sharded(strategy, _):
     seen = {}
     for policy in ("AUTO", "FILE", "DATA", "OFF", "HINT"):
         options = tf.data.Options()
+        options.deterministic = False
         options.experimental_distribute.auto_shard_policy = getattr(
             tf.data.experimental.AutoShardPolicy, policy)
         lines = tf.data.TextLineDataset(files)
         if policy == "HINT":
             lines = tf.data.Dataset.from_tensor_slices(files).shard(
                 tf.data.experimental.SHARD_HINT, 0).flat_map(tf.data.TextLineDataset)
-        dataset = lines.map(lambda line: (
-            None, tf.strings.to_number(line, tf.int32))).batch(8).with_options(options)
+        numbers = lines.map(lambda line: (None, tf.strings.to_number(line, tf.int32)),
+                            num_parallel_calls=4)
+        dataset = numbers.batch(8).with_options(options)
         steps = [strategy.gather(batch, axis=0).numpy()
                  for _, batch in strategy.experimental_distribute_dataset(dataset)]
         seen[f"{policy}_rows"] = np.concatenate(steps)
@@ -648,9 +650,10 @@ class ClusterTestCase(parameterized.TestCase):
         """What the case "sharded" saw, in which each row was dealt once, or once by each worker."""
         seen = self.seen("sharded")
         rows = [10 * number + row for number in range(4) for row in range(5 + number)]
-        for policy in ("AUTO", "FILE", "DATA", "HINT"):
+        for policy in ("FILE", "HINT"):
             self.assertCountEqual(seen[f"{policy}_rows"], rows)
-        self.assertEqual(seen["DATA_rows"].tolist(), rows)
+        for policy in ("AUTO", "DATA"):
+            self.assertEqual(seen[f"{policy}_rows"].tolist(), rows)
         self.assertCountEqual(seen["OFF_rows"], rows * self.workers)
         self.assertEqual(seen["FILE_steps"][0], 8)
         return seen

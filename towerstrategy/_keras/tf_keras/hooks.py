@@ -11,7 +11,7 @@ import functools
 from typing import Any
 
 from tf_keras.src import callbacks, losses as keras_losses
-from tf_keras.src.engine import base_layer, data_adapter, training
+from tf_keras.src.engine import base_layer, training
 from tf_keras.src.layers.rnn import gru_lstm_utils
 from tf_keras.src.mixed_precision import loss_scale_optimizer
 from tf_keras.src.optimizers import optimizer as new_optimizer
@@ -56,9 +56,6 @@ HOOKS: dict[tuple[Any, str], hooks.Hook] = {
     (gru_lstm_utils, "generate_defun_backend"): hooks.Hook(
         recurrent.generate_defun_backend,
         "leaves cuDNN to TensorFlow's graph optimizer, which finds no calls in a partitioned step"),
-    (data_adapter.DataHandler, "__init__"): hooks.Hook(
-        training_lib.data_handler_init,
-        "does not ask for predictions in the order of the dataset's rows"),
     (training.Model, "compile"): hooks.Hook(
         training_lib.compile,
         "does not adopt a model that is compiled in the scope"),

@@ -17,17 +17,6 @@ from towerstrategy._keras import adopting, callbacks, hooks, training as trainin
 from towerstrategy._keras.tf_keras import names
 from towerstrategy.placement import kind
 
-
-def data_handler_init(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
-    """The hook for ``DataHandler.__init__``: ``predict`` gets its rows in order."""
-    strategy = tf.distribute.get_strategy()
-    if not kind.is_tower_strategy(strategy):
-        return original(self, *args, **kwargs)
-    # All methods but Model.predict pass labels, or None.
-    with strategy.extended.modes.within(in_order=len(args) < 2 and "y" not in kwargs):
-        original(self, *args, **kwargs)
-
-
 # tf_keras' compile checks that all variables are the strategy's.
 compile = functools.partial(
     training_rules.compile, names, lambda _, strategy: strategy.extended.modes.within(adopts=True))

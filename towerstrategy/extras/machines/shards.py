@@ -48,20 +48,22 @@ class ShardingMachines(collectives.Machines):
         return cut
 
     def shard_dataset(self, dataset: tf.data.Dataset, ready: int = datasets_lib.READY,
-                      in_order: bool = False, measured: Any = None) -> WorkersDataset:
+                      measured: Any = None) -> WorkersDataset:
         """This worker's part of a dataset of global batches, by its auto-shard policy.
 
-        By some policies, every worker reads all batches and takes its towers' rows of each.  By the
-        others, a worker reads its own files, or all of them, and uses each batch for as many steps
-        as there are workers, a part of it in each.  See docs/several_machines.md.
+        By ``AUTO`` and ``DATA``, every worker reads all batches and takes its towers' rows of each.
+        By the others, a worker reads its own files, or all of them, and uses each batch for as many
+        steps as there are workers, a part of it in each.  See docs/several_machines.md.
 
         Args:
-          in_order: whether ``AUTO`` has to keep the rows' order, as ``DATA`` does.
           measured: the shares if they change (see :mod:`extras.measured`), else None.
         """
         datasets_lib.check_batched(dataset)
-        batches = _batches_of_worker(dataset, self, in_order)
+        batches = _batches_of_worker(dataset, self)
         if batches is None:
+            same_on_all = tf.data.Options()
+            same_on_all.deterministic = True
+            dataset = dataset.with_options(same_on_all)
             note = None if measured is None else measured.note
             elements = _map_by_units(
                 dataset, self, measured, lambda element, units: splitting.split_batch(
@@ -72,7 +74,7 @@ class ShardingMachines(collectives.Machines):
             length = _length_for_all(batches)
         return WorkersDataset(
             elements, self, ready, length,
-            lambda fn: self.shard_dataset(dataset.map(fn), ready, in_order, measured))
+            lambda fn: self.shard_dataset(dataset.map(fn), ready, measured))
 
     def shard_grouped(self, grouped: datasets_lib.TowerDataset,
                       ready: int) -> WorkersDataset:
@@ -101,23 +103,15 @@ def _length_for_all(batches: tf.data.Dataset) -> Any:
     return tf.constant(tf.data.UNKNOWN_CARDINALITY, tf.int64) if length >= 0 else length
 
 
-def _batches_of_worker(dataset: tf.data.Dataset, workers: collectives.Machines,
-                 in_order: bool) -> tf.data.Dataset | None:
+def _batches_of_worker(dataset: tf.data.Dataset,
+                       workers: collectives.Machines) -> tf.data.Dataset | None:
     """The batches of which this worker uses all rows; None if it uses a part of every batch."""
     policy = dataset.options().experimental_distribute.auto_shard_policy
+    if policy in (Policy.AUTO, Policy.DATA):  # so a step has one device's rows, unless asked for
+        return None
     if policy == Policy.OFF:
         return dataset
-    if policy == Policy.DATA or (policy == Policy.AUTO and in_order):
-        return None
-    try:
-        options = tf.data.Options()
-        options.experimental_distribute.auto_shard_policy = (
-            Policy.FILE if policy == Policy.AUTO else policy)
-        return _tf.AutoShardDataset(dataset.with_options(options), workers.count, workers.index)
-    except (tf.errors.NotFoundError, tf.errors.InvalidArgumentError):
-        if policy != Policy.AUTO:
-            raise
-        return None
+    return _tf.AutoShardDataset(dataset, workers.count, workers.index)
 
 
 def _in_steps(batches: tf.data.Dataset, workers: collectives.Machines, measured: Any,
