@@ -31,7 +31,7 @@ import tensorflow as tf
 
 import towerstrategy
 from benchmarks import results, table
-from towerstrategy.extras.measured import measuring as measured
+from towerstrategy.extras import measured
 from towerstrategy.placement.asked_shares import MEASURED
 
 TOWERS = ("CPU:0", "CPU:1")

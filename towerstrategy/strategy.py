@@ -18,8 +18,8 @@ import tensorflow as tf
 
 from towerstrategy import _keras, _tensorflow as _tf, arguments, contexts, extended, losses
 from towerstrategy._keras import adopting, stages, state
+from towerstrategy.extras import measured
 from towerstrategy.extras.machines import clusters, shards
-from towerstrategy.extras.measured import measuring
 from towerstrategy.extras.report import description
 from towerstrategy.placement import devices as devices_lib, kind, names
 from towerstrategy.sharding import function as functions
@@ -121,7 +121,7 @@ class TowerStrategy(kind.Kind):
             cluster, placement, communication_options)
         super().__init__(extended.TowerExtended(self, placement, workers, resolver,
                                                 draws in arguments.DRAWS[:2],
-                                                measuring.of(placement, workers),
+                                                measured.of(placement, workers),
                                                 synchronize_batch_norm))
         losses.install()
         _tf.KEYS.wrap(lambda original, generator, key: (

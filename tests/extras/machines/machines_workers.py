@@ -35,7 +35,7 @@ from absl.testing import parameterized
 import towerstrategy
 from benchmarks import on_gpus, traffic
 from tests import dtypes
-from tests.extras.measured.clock import Clock
+from tests.extras.clock import Clock
 from towerstrategy.batch import iterators, prefetching
 from towerstrategy.extras.report import epochs as epochs_lib, sample
 

@@ -14,8 +14,8 @@ from absl.testing import absltest, parameterized
 
 import towerstrategy
 import wide
-from tests.extras.measured.clock import Clock
-from towerstrategy.extras.measured import measuring
+from tests.extras.clock import Clock
+from towerstrategy.extras import measured
 from towerstrategy.extras.report.sample import Sample
 from towerstrategy.report import TowerReport
 
@@ -48,7 +48,7 @@ class RowsForTest(parameterized.TestCase):
                            rows=[3, 4, 8, 97, 256])
     def test_all_rows_and_none_without(self, rates, rows):
         """Else a slow tower gets nothing, and is never measured again."""
-        sizes = measuring.rows_for(rates, rows)
+        sizes = measured.rows_for(rates, rows)
         self.assertEqual(sum(sizes), rows)
         self.assertGreaterEqual(min(sizes), 1)
         wanted = np.maximum(rows * np.array(rates) / sum(rates), 1)
@@ -137,9 +137,9 @@ class MeasuringTest(parameterized.TestCase):
         """Else machines, which agree between epochs, go by the first sample after a change."""
         workers = mock.Mock(replicas=2)
         workers.gather_rows = lambda own: [tf.concat([own[0], own[0] * [[.25, 1., 1.]]], 0)]
-        measure = measuring.Measuring(mock.Mock(towers=["CPU:0"]), workers)
+        measure = measured.Measuring(mock.Mock(towers=["CPU:0"]), workers)
         with mock.patch.object(measure.shares, "rows", lambda: [8]):
-            for samples, rounds in ((measuring.ROUND + 2, 1), (measuring.ROUND - 1, 1), (1, 2)):
+            for samples, rounds in ((measured.ROUND + 2, 1), (measured.ROUND - 1, 1), (1, 2)):
                 for _ in range(samples):
                     measure._add(Sample(1., (1.,), 0., 0., 0., 0.))
                 measure.agree()
@@ -150,7 +150,7 @@ class MeasuringTest(parameterized.TestCase):
         clock = Clock(1., 1., cost=1000.)
         with clock.running() as strategy:
             fit(keras, strategy, epochs=3)
-        self.assertEqual(clock.begun, 2 * measuring.ROUND)
+        self.assertEqual(clock.begun, 2 * measured.ROUND)
 
     @pytest.mark.wide
     def test_a_tower_that_gets_slower(self):

@@ -1,1 +1,0 @@
-"""``shares="measured"``: measures the towers, and gives more rows to faster ones."""
