@@ -72,20 +72,12 @@ class Layout:
             isinstance(spec, tf.TensorSpec) and spec.dtype not in (tf.variant, tf.resource)
             for spec in self._tensors)
 
-    def parts_of(self, element: Nest, counts: tuple[Any, ...] = ()) -> list[tuple[Any, Any]]:
-        """The R + 1 parts of an element: the host's, with ``counts``, then each tower's.
-
-        All have one structure, the host's tensors and a tower's; others' tensors have no rows.
-        """
-        tensors = _tensors(element)
-        owned = [tuple(tensors[index] for index in indices) for indices in self._indices]
-        no_host, no_tower = (tuple(rows_lib.no_rows(self._tensors[index]) for index in indices)
-                             for indices in self._indices[:2])
-        return [(owned[0] + counts, no_tower), *((no_host + counts, part) for part in owned[1:])]
-
     def dataset_of_parts(self, dataset: tf.data.Dataset,
                          rows_of: Callable[[Nest], Any] | None = None) -> tf.data.Dataset:
-        """A dataset of the parts of each element; ``rows_of`` gives the counts in the host's part.
+        """A dataset of the R + 1 parts of each element: the host's, then each tower's.
+
+        All have one structure, the host's tensors and a tower's; others' tensors have no rows.
+        ``rows_of`` gives the row counts of an element, which the host's tensors then end with.
 
         The parts have different numbers of rows, so they go through ``unbatch`` as optionals:
         ``flat_map`` would make a dataset for each element, which costs milliseconds.
@@ -93,9 +85,14 @@ class Layout:
         specs: list[Any] = []  # of the tensors of each part
 
         def to_optionals(*element: Any) -> tf.Tensor:
+            tensors = _tensors(element)
             rows = None if rows_of is None else rows_of(element)
-            parts = [tf.nest.flatten(part)
-                     for part in self.parts_of(element, () if rows is None else (rows,))]
+            counts = [] if rows is None else [rows]
+            host, *towers = ([tensors[index] for index in indices] for indices in self._indices)
+            no_host, no_tower = ([rows_lib.no_rows(self._tensors[index]) for index in indices]
+                                 for indices in self._indices[:2])
+            parts = [[*host, *counts, *no_tower],
+                     *([*no_host, *counts, *tower] for tower in towers)]
             specs[:] = [tf.nest.map_structure(tf.type_spec_from_value, part) for part in parts]
             return tf.stack([tf.raw_ops.OptionalFromValue(components=part) for part in parts])
 
