@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Union
+from typing import Any, TypeAlias
 
 import numpy as np
 import tensorflow as tf
@@ -232,7 +232,7 @@ class OneReplicaContext(tf.distribute.ReplicaContext):
             return merge_fn(self._strategy, *args, **kwargs)
 
 
-AnyContext = Union[TowerContext, OneReplicaContext]
+AnyContext: TypeAlias = TowerContext | OneReplicaContext
 
 
 def current() -> AnyContext | None:

@@ -52,9 +52,9 @@ class TowerExtended(_tf.StrategyExtended):
     """
 
     def __init__(self, container_strategy: tf.distribute.Strategy,
-                 placement: devices_lib.Placement, workers: Workers | None = None,
-                 cluster_resolver: Any = None, draws_rows: bool = True,
-                 measuring: Any = None, synchronizes_batch_norm: bool = True) -> None:
+                 placement: devices_lib.Placement, workers: Workers | None,
+                 cluster_resolver: Any, draws_rows: bool, measuring: Any,
+                 synchronizes_batch_norm: bool) -> None:
         self.modes = Modes()
         self.draws_rows, self.synchronizes_batch_norm = draws_rows, synchronizes_batch_norm
         self.placement, self.workers = placement, workers  # TensorFlow's constructor reads them

@@ -160,8 +160,9 @@ def adopt_variables(strategy: tf.distribute.Strategy, variables: Iterable[Any]) 
     return resident
 
 
-def check_trains_on_towers(model: Any, scope: tf.distribute.Strategy) -> None:
+def check_trains_on_towers(model: Any) -> None:
     """Raises ``ValueError`` if a model that is not adopted trains in a tower strategy's scope."""
+    scope = tf.distribute.get_strategy()
     if kind.is_tower_strategy(scope):
         raise ValueError(
             f"model {model.name!r} is used inside the scope of {scope!r}, but was built and "

@@ -85,8 +85,8 @@ class Inputs:
     ``measuring`` measures the towers and computes their shares; None unless ``shares="measured"``.
     """
 
-    def __init__(self, placement: devices_lib.Placement, workers: Workers | None = None,
-                 measuring: Any = None) -> None:
+    def __init__(self, placement: devices_lib.Placement, workers: Workers | None,
+                 measuring: Any) -> None:
         self._towers, self._workers, self.measuring = len(placement.towers), workers, measuring
         self._first = 0 if workers is None else workers.first
         self._shares = placement.shares and placement.shares[::placement.micro_batches]

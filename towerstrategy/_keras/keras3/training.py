@@ -168,7 +168,7 @@ def symbolic_build(original: Callable[..., Any], self: Any, iterator: Any = None
     """
     strategy = training_rules.strategy_of(self, names)
     if strategy is None:
-        adopting.check_trains_on_towers(self, tf.distribute.get_strategy())
+        adopting.check_trains_on_towers(self)
         return original(self, iterator, data_batch)
     if self.train_function is None:
         # The optimizer is built here, for weights that may have been built outside of the scope.

@@ -56,7 +56,7 @@ def _on_towers(model: Any, name: str, step: Callable[..., Any]) -> Callable[...,
     if name == "predict_function":
         strategy = model.distribute_strategy
     elif strategy is None:
-        adopting.check_trains_on_towers(model, tf.distribute.get_strategy())
+        adopting.check_trains_on_towers(model)
     if not kind.is_tower_strategy(strategy):
         return step
     if name != "predict_function":
