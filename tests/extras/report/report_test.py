@@ -264,11 +264,14 @@ class TrainingTest(parameterized.TestCase):
     @wide.turns(*KITS)
     def test_epochs_of_a_dataset_without_end(self, kit):
         """Else what the pipeline holds ready is counted, or an epoch has the rows of all before."""
-        model = small_model(kit, TowerStrategy(TOWERS))
         batches = tf.data.Dataset.from_tensors(data(8)).repeat()
-        found = quiet()
-        model.fit(batches, steps_per_epoch=4, epochs=3, verbose=0, callbacks=[found])
-        self.assertEqual([epoch.rows for epoch in found.epochs], 3 * [(12, 12, 8)])
+        for fetched in (False, True):  # to the towers' own memory
+            found = quiet()
+            with self.subTest(fetched=fetched), mock.patch.object(
+                    devices.Placement, "towers_on_host", not fetched):
+                model = small_model(kit, TowerStrategy(TOWERS))
+                model.fit(batches, steps_per_epoch=4, epochs=3, verbose=0, callbacks=[found])
+                self.assertEqual([epoch.rows for epoch in found.epochs], 3 * [(12, 12, 8)])
 
     @wide.turns(*KITS)
     def test_data_of_unknown_length(self, kit):
