@@ -18,7 +18,6 @@ from typing import Any
 import tensorflow as tf
 
 from towerstrategy import _keras, _tensorflow as _tf, arguments, contexts
-from towerstrategy._keras import hooks
 from towerstrategy.batch import datasets as datasets_lib, inputs, splitting
 from towerstrategy.extras import cpu, xla
 from towerstrategy.extras.stages.within import Stages
@@ -42,7 +41,7 @@ class Modes(threading.local):
     adopts = False  # whether variables that are not the strategy's yet are adopted
     watch: Any = None  # the watcher (a TowerReport) of a model's training steps, if any
 
-    within = hooks.patched
+    within = _tf.patched
 
 
 class TowerExtended(_tf.StrategyExtended):

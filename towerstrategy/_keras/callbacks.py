@@ -20,7 +20,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from towerstrategy._keras import hooks
+from towerstrategy import _tensorflow as _tf
 
 
 class Callback:
@@ -63,7 +63,7 @@ def save_backup(callback: Any, original: Callable[[], None]) -> None:
             if tf.io.gfile.exists(path):
                 tf.io.gfile.copy(path, f"{path}.bkp", overwrite=True)
     new_weights, new_metadata = _new_paths(callback)
-    with hooks.patched(callback, _weights_path=new_weights, _training_metadata_path=new_metadata):
+    with _tf.patched(callback, _weights_path=new_weights, _training_metadata_path=new_metadata):
         original()
     tf.io.gfile.rename(new_weights, weights, overwrite=True)
     tf.io.gfile.rename(new_metadata, metadata, overwrite=True)

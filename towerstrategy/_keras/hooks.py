@@ -11,10 +11,9 @@ itself, and the wrapper puts the hooks in place first.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from towerstrategy import _tensorflow as _tf
@@ -53,20 +52,6 @@ def wrap_methods(model: Any, methods: Iterable[str]) -> None:
     """Wraps methods of a strategy's model, so that the hooks are in place during their calls."""
     for name in methods:
         vars(model).setdefault(name, types.MethodType(_wrapper(type(model), name), model))
-
-
-@contextlib.contextmanager
-def patched(instance: Any, **attributes: Any) -> Iterator[None]:
-    """Sets instance attributes; at the end it restores those that were there and deletes others."""
-    values = vars(instance)
-    before = {name: values[name] for name in attributes if name in values}
-    values.update(attributes)
-    try:
-        yield
-    finally:
-        for name in attributes:
-            del values[name]
-        values.update(before)
 
 
 def _wrapper(model_class: Any, name: str) -> Callable[..., Any]:

@@ -20,7 +20,7 @@ import numpy as np
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf, contexts
-from towerstrategy._keras import hooks, state
+from towerstrategy._keras import state
 from towerstrategy.placement import homes as homes_lib, kind
 
 # Attributes for the stages in which a layer, or a functional model's node, was made and called.
@@ -126,7 +126,7 @@ def _stage_in_tower(strategy: tf.distribute.Strategy, tower: contexts.AnyContext
     outermost = tower.stage_run is None
     run = Run(settle(strategy, layer, names)) if outermost else tower.stage_run
     stage = run.next_stage(layer)
-    with hooks.patched(tower, stage_run=run), \
+    with _tf.patched(tower, stage_run=run), \
             contextlib.nullcontext() if stage is None else stages.within(stage):
         yield
     if outermost and isinstance(layer, names.TRAINER):

@@ -2,7 +2,7 @@
 
 Goes in: the functions' owners and names, and replacements.  Comes out: the replacements are in
 place from the first entry (a scope, a ``run``, a call of a model), in any thread, to the last exit;
-before and afterwards, the originals are.
+before and afterwards, the originals are.  :func:`patched` sets attributes for a while.
 """
 
 from __future__ import annotations
@@ -95,6 +95,20 @@ def at_work() -> Iterator[None]:
         yield
     finally:
         leave_work()
+
+
+@contextlib.contextmanager
+def patched(instance: Any, **attributes: Any) -> Iterator[None]:
+    """Sets instance attributes; at the end it restores those that were there and deletes others."""
+    values = vars(instance)
+    before = {name: values[name] for name in attributes if name in values}
+    values.update(attributes)
+    try:
+        yield
+    finally:
+        for name in attributes:
+            del values[name]
+        values.update(before)
 
 
 def owner_name(owner: Any) -> str:

@@ -33,7 +33,7 @@ def trainer_init(original: Callable[..., Any], self: Any) -> None:
 
 def _resolving_auto_jit(model: Any, strategy: Any) -> contextlib.AbstractContextManager[None]:
     """A context in which ``jit_compile="auto"`` means XLA on GPUs, as without a strategy."""
-    return hooks.patched(model, _resolve_auto_jit_compile=lambda: (
+    return _tf.patched(model, _resolve_auto_jit_compile=lambda: (
         "CPU" not in strategy.extended.placement.kinds
         and bool(base_trainer.model_supports_jit(model))))
 
@@ -45,7 +45,7 @@ compile = functools.partial(training_rules.compile, names, _resolving_auto_jit)
 def _without_jit_of_step(model: Any) -> Iterator[bool]:
     """Yields whether XLA compiles the towers' parts; if so, Keras makes uncompiled steps here."""
     compiles = training_rules.compiles_towers(model)
-    with hooks.patched(model, _jit_compile=model._jit_compile and not compiles):
+    with _tf.patched(model, _jit_compile=model._jit_compile and not compiles):
         yield compiles
 
 
@@ -96,7 +96,7 @@ def make_function(original: Callable[..., Any], self: Any, step_function: Any) -
         if self.steps_per_execution == 1:
             # Keras' function returns a step's logs in an optional, which Python opens.  Ours calls
             # Keras' step directly; it is a function of its own only if XLA compiles it.
-            with hooks.patched(self, _run_eagerly=self._run_eagerly or not self.jit_compile):
+            with _tf.patched(self, _run_eagerly=self._run_eagerly or not self.jit_compile):
                 one_step = original(self, step_function)
             take = _with_get_next(self, one_step)
     trains = step_function == self.train_step
@@ -209,7 +209,7 @@ def _with_known_outputs(model: Any) -> contextlib.AbstractContextManager[None]:
             or not _is_built(model) or any(
                 None in each.shape[1:] or each.sparse for each in tree.flatten(outputs)):
         return contextlib.nullcontext()
-    return hooks.patched(model, call=lambda *_, **__: tree.map_structure(
+    return _tf.patched(model, call=lambda *_, **__: tree.map_structure(
         lambda each: tf.compat.v1.placeholder(each.dtype, each.shape), outputs))
 
 
@@ -233,7 +233,7 @@ def next_seed(original: Callable[..., Any], self: Any, ordered: bool = True) -> 
         return original(self, ordered)
     state = rules.held_variable(self.state)
     state._alike_on_all = True  # all machines write the same value, so it need not cross
-    try:
+    try:  # not `patched`: the write is a sync point, where other towers' traces are in here, too
         seed = original(self, ordered)
     finally:
         state._alike_on_all = False

@@ -13,7 +13,7 @@ import tensorflow as tf
 from tf_keras.src.optimizers import adam, adamw, sgd
 
 from towerstrategy import _tensorflow as _tf, contexts
-from towerstrategy._keras import hooks, one_pass, optimizers as optimizers_rules
+from towerstrategy._keras import one_pass, optimizers as optimizers_rules
 from towerstrategy._keras.tf_keras import names
 from towerstrategy.placement import kind
 from towerstrategy.variables import rules
@@ -77,5 +77,5 @@ def distributed_apply(original: Callable[..., Any], self: Any, distribution: Any
             return update(gradient, variable)
         return None
 
-    with hooks.patched(self, _update_step=update_step, _update_step_xla=update_step):
+    with _tf.patched(self, _update_step=update_step, _update_step_xla=update_step):
         return original(self, distribution, *args, **kwargs)

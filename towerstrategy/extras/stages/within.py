@@ -44,13 +44,9 @@ class Stages(threading.local):
         A tower's operations in it run on the stage's device, except those inside of a function that
         the tower calls.
         """
-        before = self.index, self.chosen
-        self.index, self.chosen = index, index if chosen else None
-        try:
-            with _placed(self._placement, index):
-                yield
-        finally:
-            self.index, self.chosen = before
+        with _tf.patched(self, index=index, chosen=index if chosen else None), \
+                _placed(self._placement, index):
+            yield
 
     def placer(self, replica: int) -> Placer:
         """An object that puts the operations of ``replica`` on the devices of its stages."""
