@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import tensorflow as tf
 from tf_keras.src.layers.rnn import gru, gru_lstm_utils, lstm
 from tf_keras.src.utils import control_flow_util
 
@@ -23,9 +22,9 @@ _WITH_CUDNN = {lstm.standard_lstm: lstm.gpu_lstm, gru.standard_gru: gru.gpu_gru}
 def generate_defun_backend(original: Callable[..., Any], api: str, device: str,
                            layer: Callable[..., Any], attributes: Any) -> Callable[..., Any]:
     """The hook for ``generate_defun_backend``; ``layer`` is ``standard_lstm`` or another."""
-    is_partitioned = contexts.has_all_rows() or contexts.current_tower() is not None
-    if layer not in _WITH_CUDNN or not is_partitioned or (
-            tf.distribute.get_strategy().extended.placement.kinds != {"GPU"}):
+    context = contexts.current()  # if there is one, the function is partitioned
+    if layer not in _WITH_CUDNN or context is None \
+            or context.strategy.extended.placement.kinds != {"GPU"}:
         return original(api, device, layer, attributes)
 
     def call(*, zero_output_for_mask: bool, **kwargs: Any) -> Any:
