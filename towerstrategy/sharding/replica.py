@@ -18,7 +18,7 @@ from typing import Any
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy.sharding import blocks, bodies, graphs, homes, propagate, replica_plans
+from towerstrategy.sharding import bodies, graphs, homes, propagate, replica_plans
 from towerstrategy.sharding.builder import Ref, attributes_with
 from towerstrategy.sharding.contract import Contract
 from towerstrategy.sharding.partition import Lazily, Partition
@@ -27,7 +27,7 @@ from towerstrategy.sharding.rules.registry import Op, Plan
 from towerstrategy.sharding.spec import PER_TOWER, REPLICATED, SUM, Sharded, Spec
 from towerstrategy.sharding.towers import Towers
 from towerstrategy.sharding.traffic import Traffic
-from towerstrategy.sharding.values import Value, captured, padded
+from towerstrategy.sharding.values import Value, captured, opened, padded
 
 
 class PerTowerTensors:
@@ -200,7 +200,7 @@ def _with_spec(value: Value, spec: Spec, device: str = "") -> Value:
     """The same parts as ``value``, with another spec, by which ``device`` can gather them."""
     if isinstance(spec, Sharded) and not spec.group:  # each tensor shows how many rows it has
         spec = dataclasses.replace(spec, group="own")
-    shape = blocks.opened(value.shape, spec.dim) if isinstance(spec, Sharded) else value.shape
+    shape = opened(value.shape, spec.dim) if isinstance(spec, Sharded) else value.shape
     return Value(value.towers, spec, shape, None, value.part, device or value.device)
 
 

@@ -7,13 +7,13 @@ node is made once, and only if something uses it.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from towerstrategy.sharding import blocks
 from towerstrategy.sharding.builder import Ref
 from towerstrategy.sharding.spec import (
     MEAN,
@@ -93,7 +93,7 @@ class Value:
                 self.towers.builder.note_shape(part, self.shape)
             elif self.towers.detours and isinstance(self.spec, Sharded) and self.shape.rank:
                 self.towers.builder.rows[part] = (
-                    blocks.opened(self.shape, self.spec.dim), self.spec.times or 1)
+                    opened(self.shape, self.spec.dim), self.spec.times or 1)
         return self._parts[tower]
 
     def on(self, device: str) -> Ref:
@@ -211,13 +211,13 @@ class Value:
             return self._total_size(parts, self.spec.at)
         if isinstance(self.spec, Sharded):
             if self.spec.blocks > 1:
-                return blocks.gathered(self, self.spec, device)
+                return self._merged_blocks(self.spec, device)
             towers.note("gather")
             if len(parts) > 1:
                 axis = towers.builder.constant(self.spec.dim, tf.int32, device)
                 whole = towers.builder.make("ConcatV2", [*parts, axis], device, "merge/ConcatV2",
                                             N=len(parts))
-            shape = blocks.opened(self.shape, self.spec.dim)
+            shape = opened(self.shape, self.spec.dim)
             return towers.across.cross("gather", whole, device, shape, self.spec.dim)
         assert isinstance(self.spec, Partial), self.spec
         towers.note("reduce")
@@ -230,6 +230,23 @@ class Value:
             whole = towers.builder.make(_REDUCTIONS[self.spec.reduction], [whole, part], device,
                                         "merge/Reduce")
         return towers.across.cross(self.spec.reduction, whole, device, self.shape)
+
+    def _merged_blocks(self, spec: Sharded, device: str) -> Ref:
+        """The whole tensor of several blocks: block by block, each in the order of the towers."""
+        towers, build = self.towers, self.towers.builder
+        split = [towers.on(tower, "Split", build.constant(spec.dim, tf.int32,
+                                                          towers.devices[tower]),
+                           part, num_split=spec.blocks) for tower, part in enumerate(self.parts())]
+        block_spec = dataclasses.replace(spec, group=spec.one_block)
+        shape = opened(self.shape, spec.dim)
+
+        def whole(block: int) -> Ref:
+            return Value(towers, block_spec, shape, None,
+                         lambda tower: split[tower]._replace(output=block), device).whole()
+
+        wholes = [whole(block) for block in range(spec.blocks)]
+        axis = build.constant(spec.dim, tf.int32, device)
+        return build.make("ConcatV2", [*wholes, axis], device, "merge/ConcatV2", N=len(wholes))
 
     def _total_size(self, parts: Sequence[Ref], at: int) -> Ref:
         """The whole batch's size: the sum of entry ``at`` over the towers; other entries agree."""
@@ -250,7 +267,7 @@ class Value:
         towers.note("cut")
         if wanted.blocks > 1:
             return Value(towers, wanted, self.shape, self.whole,
-                         lambda tower: blocks.cut(self, wanted, tower))
+                         functools.partial(self._slices_of_blocks, wanted))
 
         def part(tower: int) -> Ref:
             whole = self.whole()
@@ -271,6 +288,24 @@ class Value:
 
         return Value(towers, wanted, self.shape, self.whole, part)
 
+    def _slices_of_blocks(self, wanted: Sharded, tower: int) -> Ref:
+        """A tower's slices of all blocks of the whole tensor; if its size there is 1, all of it."""
+        towers, whole = self.towers, self.whole()
+        if towers.replicas == 1:
+            return whole
+        make, number = towers.on_host, towers.number
+        ranges = []
+        for block in range(wanted.blocks):
+            begin = make("AddV2", make("Mul", towers.total(), number(block)), towers.offset(tower))
+            limits = [make("Mul", end, number(wanted.times or 1))
+                      for end in (begin, make("AddV2", begin, towers.count(tower)))]
+            ranges.append(make("Range", *limits, number(1)))
+        positions = make("ConcatV2", *ranges, number(0, tf.int32), N=len(ranges))
+        if wanted.broadcast and self.shape[wanted.dim] is None:
+            last = make("Sub", self.rows_in(wanted.dim), number(1))
+            positions = make("Minimum", positions, last)
+        return towers.on(tower, "GatherV2", whole, positions, number(wanted.dim, tf.int32))
+
     def rows_in(self, dim: int) -> Ref:
         """The whole tensor's size along a dimension."""
         towers = self.towers
@@ -279,6 +314,12 @@ class Value:
         shape = towers.builder.make("Shape", [self.whole()], self.device or towers.host,
                                     out_type=tf.int64)
         return towers.on_host("GatherV2", shape, towers.number(dim), towers.number(0, tf.int32))
+
+
+def opened(shape: tf.TensorShape, along: int) -> tf.TensorShape:
+    """A static shape in which the size of one dimension is unknown."""
+    return shape if shape.rank is None else tf.TensorShape(
+        [None if dim == along else size for dim, size in enumerate(shape)])
 
 
 def padded(values: Sequence[Value], ones: Sequence[int]) -> tuple[list[Value], Value]:
