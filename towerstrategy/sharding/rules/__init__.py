@@ -5,13 +5,12 @@ Goes in: nothing.  Comes out: :mod:`registry`, filled: each file registers its r
 
 from towerstrategy.sharding.rules import (
     blocks as blocks,
-    contractions as contractions,
     draws as draws,
     elementwise as elementwise,
     gathers as gathers,
     images as images,
-    linalg as linalg,
     lists as lists,
+    matrices as matrices,
     normalization as normalization,
     recurrent as recurrent,
     reductions as reductions,
