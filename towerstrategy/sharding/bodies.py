@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy.sharding import packing
+from towerstrategy.sharding import graphs, packing
 from towerstrategy.sharding.across import Across
 from towerstrategy.sharding.builder import Builder, Ref
 from towerstrategy.sharding.propagate import Layout
@@ -145,7 +145,7 @@ def value_of(towers: Towers, spec: Spec, shape: tf.TensorShape, refs: Any) -> Va
 def function_attributes(operation: Op, names: Sequence[str]) -> dict[str, Any]:
     """The attributes of a branch or loop that name its functions, with these names."""
     attr, functions = tf.compat.v1.AttrValue, [{"name": name} for name in names]
-    keys = [each.name for each in _tf.op_def(operation.type).attr if "func" in each.type]
+    keys = graphs.function_attributes(operation.type)
     if len(keys) == 1:
         return {keys[0]: attr(list=attr.ListValue(func=functions))}
     return {key: attr(func=function) for key, function in zip(keys, functions)}

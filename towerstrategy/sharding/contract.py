@@ -175,7 +175,7 @@ class Contract:
 
     def _loop(self, operation: tf.Operation, states: list[State]) -> list[State]:
         """The states of a loop's variables: a fixpoint; all towers must iterate as often."""
-        functions = [graphs.function_of(Op(operation), name) for name in ("cond", "body")]
+        functions = graphs.functions_of(operation)
         zeros = [self._is_zero(tensor) for tensor in operation.inputs]
         for iteration in range(propagate.ROUNDS):
             tested, outputs = self._call(operation, functions, states, states,
@@ -191,7 +191,7 @@ class Contract:
 
     def _branches(self, operation: tf.Operation, states: Sequence[State]) -> list[State]:
         """The states of a branch's outputs; all towers must take the same branch."""
-        condition, bodies = operation.inputs[0].ref(), graphs.branches_of(Op(operation))
+        condition, bodies = operation.inputs[0].ref(), graphs.functions_of(operation)
         found = self._call(operation, bodies, *([state._replace(spec=joined.branch_input(
             condition, number, state.spec)) for state in states[1:]]
             for number in range(len(bodies))))

@@ -9,22 +9,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import tensorflow as tf
+
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.sharding.rules.registry import Op
 
 
-def function_of(operation: Op, attribute: str) -> Any:
-    """The graph of the function that an attribute of an operation names."""
-    caller = operation.operation
-    return _tf.body_of(caller.graph, caller.get_attr(attribute).name)
+def function_attributes(type: str) -> list[str]:
+    """The attributes of branches or loops that name functions: one for each, or a list."""
+    return [attr.name for attr in _tf.op_def(type).attr if "func" in attr.type]
 
 
-def branches_of(operation: Op) -> list[Any]:
-    """The graphs of the branches of an ``If`` or a ``Case``."""
-    if operation.type.endswith("Case"):
-        caller = operation.operation
-        return [_tf.body_of(caller.graph, branch.name) for branch in caller.get_attr("branches")]
-    return [function_of(operation, "then_branch"), function_of(operation, "else_branch")]
+def functions_of(operation: tf.Operation) -> list[Any]:
+    """The graphs of all branches, or of a loop's condition and body."""
+    named = [operation.get_attr(name) for name in function_attributes(operation.type)]
+    functions = named[0] if isinstance(named[0], list) else named
+    return [_tf.body_of(operation.graph, function.name) for function in functions]
 
 
 def needed_in_order(graph: Any) -> list[Op]:

@@ -259,7 +259,7 @@ class _Propagation:
             self._depth -= 1
 
     def _branch(self, operation: Op, specs: Sequence[Spec]) -> Nested | None:
-        branches = graphs.branches_of(operation)
+        branches = graphs.functions_of(operation.operation)
         for graph in branches:
             self._note_arguments(graph, operation.inputs[1:])
         condition = self._origin(operation.inputs[0], through_loops=False).ref()
@@ -283,7 +283,7 @@ class _Propagation:
         return Nested([REPLICATED, *specs[1:]], gives, layouts=layouts, local=local)
 
     def _loop(self, operation: Op, specs: Sequence[Spec]) -> Nested | None:
-        condition, body = (graphs.function_of(operation, name) for name in ("cond", "body"))
+        condition, body = graphs.functions_of(operation.operation)
         self._note_arguments(body, operation.inputs)
         self._loop_bodies.add(body)
         settled = self._fixpoint(body, operation, specs)

@@ -32,9 +32,19 @@ _log = logging.getLogger("towerstrategy")
 
 
 def run(strategy: Any, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """As :func:`call`, but one device runs it if one is enough, and in eager code.
+    """What one device would return for ``fn(*args, **kwargs)`` with all rows.
 
-    Eager code is for debugging, so the function should print everything once.
+    One device runs it if one is enough, and in eager code: this is for debugging, so the function
+    should print everything once.
+
+    Args:
+      strategy: the strategy whose towers run it.
+      fn: the function, written for one device.
+      args: its arguments; per-replica values with rows are sharded, all others are replicated.
+      kwargs: its keyword arguments, likewise.
+
+    Raises:
+      ValueError: components of the batch have different numbers of rows.
     """
     devices, extended = strategy.extended.worker_devices, strategy.extended
     alone = len(devices) == 1 and extended.workers is None
@@ -47,23 +57,8 @@ def run(strategy: Any, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             fn = _tf.autograph_convert(fn)
         with contexts.OneReplicaContext(strategy), tf.device(device):
             return fn(*args, **kwargs)
-    return call(strategy, fn, args, kwargs)
-
-
-def call(strategy: Any, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """What one device would return for ``fn(*args, **kwargs)`` with all rows.
-
-    Args:
-      strategy: the strategy whose towers run it.
-      fn: the function, written for one device.
-      args: its arguments; per-replica values with rows are sharded, all others are replicated.
-      kwargs: its keyword arguments, likewise.
-
-    Raises:
-      ValueError: components of the batch have different numbers of rows.
-    """
     with no_garbage():
-        return _call(strategy, fn, args, kwargs)
+        return _on_towers(strategy, fn, args, kwargs)
 
 
 @contextlib.contextmanager
@@ -85,7 +80,7 @@ def no_garbage() -> Iterator[None]:
             gc.enable()
 
 
-def _call(strategy: Any, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def _on_towers(strategy: Any, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     graph = tf.compat.v1.get_default_graph()
     with tf.device(strategy.extended.host_device):
         inputs = _Inputs(strategy, (args, kwargs))

@@ -146,16 +146,14 @@ def _reshape_target(operation: tf.Operation, depth: int) -> list[Any] | None:
         int(rest.known) if size == -1 else size for size in target]
 
 
-def _broadcast_shape(shapes: Sequence[Sequence[int | None] | None]) -> list[int | None] | None:
+def _broadcast_shape(shapes: Sequence[Any]) -> list[int | None] | None:
     """The shape of a broadcast; a size is known if one input's is above 1, or all are known."""
-    if any(shape is None for shape in shapes):
+    if None in shapes:
         return None
-    rank = max(len(shape) for shape in shapes if shape is not None)
-    filled: list[list[int | None]] = [[*[1] * (rank - len(shape)), *shape] for shape in shapes
-                                      if shape is not None]
-    together = zip(*filled)
+    rank = max(map(len, shapes))
     return [next((size for size in sizes if size is not None and size > 1),
-                 None if None in sizes else min(sizes)) for sizes in map(list, together)]
+                 None if None in sizes else min(sizes))
+            for sizes in zip(*([1] * (rank - len(shape)) + shape for shape in shapes))]
 
 
 def _entries(tensor: tf.Tensor, depth: int) -> Entries | None:

@@ -237,7 +237,7 @@ def register(type: str, rule: Rule) -> None:
     >>> import towerstrategy.sharding
     >>> towerstrategy.sharding.register("Mfcc", towerstrategy.sharding.by_example)
     """
-    if not isinstance(type, str) or not hasattr(tf.raw_ops, type) and not _is_operation(type):
+    if not isinstance(type, str) or not hasattr(tf.raw_ops, type) and _tf.op_def(type) is None:
         raise ValueError("type must be the type of a TensorFlow operation that is loaded, such as "
                          f"'MatMul', but got {type!r}")
     if not callable(rule):
@@ -253,10 +253,6 @@ def _checked(rule: Rule, op: Op, specs: Sequence[Spec]) -> Plan | None:
     if problem:
         raise TypeError(f"the rule for {op.type} (operation {op.name!r}) {problem}")
     return plan
-
-
-def _is_operation(type: str) -> bool:
-    return _tf.op_def(type) is not None
 
 
 def is_light(type: str) -> bool:
