@@ -173,24 +173,14 @@ def dim_after_slice(op: Op, dim: int, rank: int | None) -> int | None:
     masks = {name: op.attr(f"{name}_mask")
              for name in ("begin", "end", "shrink_axis", "new_axis", "ellipsis")}
     steps = op.value(3)
-    explicit = sum(not (masks["new_axis"] | masks["ellipsis"]) >> at & 1 for at in range(count))
-    source = target = 0
+    index: list[Any] = []  # the slice as numpy writes it; what is not taken whole has one entry
     for at in range(count):
-        bit = 1 << at
-        if masks["ellipsis"] & bit:
-            skipped = rank - explicit
-            if source <= dim < source + skipped:
-                return target + dim - source
-            source, target = source + skipped, target + skipped
-        elif masks["new_axis"] & bit:
-            target += 1
-        else:
-            if source == dim:
-                whole = masks["begin"] & bit and masks["end"] & bit and not masks[
-                    "shrink_axis"] & bit
-                return target if whole and steps is not None and steps[at] == 1 else None
-            source, target = source + 1, target + (not masks["shrink_axis"] & bit)
-    return target + dim - source
+        at_mask = {name for name, mask in masks.items() if mask >> at & 1}
+        whole = {"begin", "end"} <= at_mask and steps is not None and steps[at] == 1
+        index.append(... if "ellipsis" in at_mask else None if "new_axis" in at_mask
+                     else 0 if "shrink_axis" in at_mask else slice(None) if whole else slice(1))
+    marked = np.empty([2 if each == dim else 1 for each in range(rank)])[tuple(index)]
+    return marked.shape.index(2) if 2 in marked.shape else None
 
 
 @rule("StridedSliceGrad")
