@@ -259,6 +259,8 @@ class _Propagation:
             self._depth -= 1
 
     def _branch(self, operation: Op, specs: Sequence[Spec]) -> Nested | None:
+        if self._depth == 1:  # sums cross before the branch, together with others
+            specs = [REPLICATED if isinstance(spec, Partial) else spec for spec in specs]
         branches = graphs.functions_of(operation.operation)
         for graph in branches:
             self._note_arguments(graph, operation.inputs[1:])
@@ -266,12 +268,6 @@ class _Propagation:
         layouts = [self.layout(graph, [joined.branch_input(condition, number, spec)
                                        for spec in specs[1:]])
                    for number, graph in enumerate(branches)]
-        summed = [isinstance(spec, Partial) and any(
-            _is_taken_whole(layout, layout.graph.inputs[place]) for layout in layouts)
-            for place, spec in enumerate(specs[1:])]
-        if any(summed):  # before the branch, so that they cross with the other sums of that depth
-            return self._branch(operation, [specs[0], *(
-                REPLICATED if whole else spec for whole, spec in zip(summed, specs[1:]))])
         by_output = zip(zip(*(graph.outputs for graph in branches)),
                         zip(*(layout.outputs for layout in layouts)))
         gives = [joined.branch_output(condition, outputs, functools.partial(
@@ -328,23 +324,6 @@ def _is_summed_each_iteration(layout: Layout, tensor: tf.Tensor) -> bool:
     plan = layout.plans.get(tensor.op.name)
     return plan is not None and plan.once and any(
         layout.specs[added.name] == SUM for added in tensor.op.inputs)
-
-
-def _is_taken_whole(layout: Layout, tensor: tf.Tensor) -> bool:
-    """Whether an operation needs ``tensor``, an input of the layout's graph, replicated."""
-    for operation in layout.order:
-        plan = layout.plans.get(operation.name)
-        for place, name in enumerate(operation.input_names):
-            if name != tensor.name:
-                continue
-            if isinstance(plan, Nested) and operation.type in CALLS:
-                inner = plan.layouts[0]
-                whole = _is_taken_whole(inner, inner.graph.inputs[place])
-            else:
-                whole = plan is None or isinstance(plan.takes[place], Replicated)
-            if whole:
-                return True
-    return False
 
 
 def is_local(layout: Layout, outputs: Sequence[Spec], compiled: bool = False) -> bool:
