@@ -30,7 +30,6 @@ from towerstrategy.sharding.propagate import Layout, propagate
 from towerstrategy.sharding.spec import (
     REPLICATED,
     Axes,
-    Blocks,
     Chosen,
     ListOf,
     Partial,
@@ -184,7 +183,7 @@ def _specs_of(array: np.ndarray) -> list[Spec]:
         if size and size % BATCH == 0:
             times = size // BATCH
             specs += [Sharded(dim, times), Sharded(dim, times, "chosen")]
-            specs += [Sharded(dim, times // 2, Blocks(2))] if times % 2 == 0 else []
+            specs += [Sharded(dim, times // 2, blocks=2)] if times % 2 == 0 else []
             specs += [Sharded(dim, None)] if times > 1 else []
     if array.dtype == bool:
         specs += [Partial("and"), Partial("or")]
@@ -201,7 +200,7 @@ def _specs_of(array: np.ndarray) -> list[Spec]:
                     Size(at, None),
                 ]
                 if entry % (2 * BATCH) == 0:
-                    specs.append(Size(at, int(entry) // BATCH // 2, Blocks(2)))
+                    specs.append(Size(at, int(entry) // BATCH // 2, blocks=2))
     return specs
 
 
@@ -428,7 +427,7 @@ def _with_all_parts(claim: Layout) -> Layout:
 
 def _counts(spec: Sharded | Size, rows: tuple[int, ...], size: int) -> list[int]:
     """The number of positions, of ``size``, that each tower has."""
-    return [count * (size // BATCH) for count in (CHOSEN[rows] if spec.one_block else rows)]
+    return [count * (size // BATCH) for count in (CHOSEN[rows] if spec.group else rows)]
 
 
 def _pieces(array: np.ndarray, spec: Spec, rows: tuple[int, ...]) -> list[np.ndarray]:
@@ -484,7 +483,7 @@ def _parts_problem(
     parts: Sequence[np.ndarray], spec: Spec, wanted: np.ndarray, rows: tuple[int, ...]
 ) -> str:
     """What is wrong with the towers' parts of ``wanted``; "" if nothing is."""
-    if isinstance(spec, (Sharded, Size)) and isinstance(spec.one_block, Chosen):
+    if isinstance(spec, (Sharded, Size)) and isinstance(spec.group, Chosen):
         size = wanted.shape[spec.dim] if isinstance(spec, Sharded) else np.ravel(wanted)[spec.at]
         have = [part.shape[spec.dim] if isinstance(spec, Sharded) else int(np.ravel(part)[spec.at])
                 for part in parts]  # each tower has as many as it has chosen

@@ -20,6 +20,7 @@ from towerstrategy.sharding.spec import (
     Replicated,
     Sharded,
     Spec,
+    of_batch,
 )
 
 
@@ -30,9 +31,9 @@ def can_become(spec: Spec, wanted: Spec) -> bool:
     if isinstance(wanted, Replicated):
         return not isinstance(spec, ListOf)
     if isinstance(wanted, Sharded):
-        if isinstance(spec, Sharded) and spec == dataclasses.replace(wanted, broadcast=False):
+        if spec == dataclasses.replace(wanted, broadcast=False):
             return True
-        return not wanted.one_block and not isinstance(spec, ListOf)
+        return not wanted.group and not isinstance(spec, ListOf)
     if isinstance(wanted, Partial):
         return wanted == SUM and not isinstance(spec, ListOf)
     if isinstance(wanted, ListOf):
@@ -83,7 +84,7 @@ def loop_variable(before: Spec, after: Spec, tensor: tf.Tensor) -> Spec:
     if isinstance(before, Replicated):
         if isinstance(after, Partial):
             return after if after.reduction == "sum" else REPLICATED
-        if isinstance(after, Sharded) and not after.group and tensor.shape.rank is not None \
+        if isinstance(after, Sharded) and of_batch(after) and tensor.shape.rank is not None \
                 and tensor.shape[after.dim] != 1:
             return after
     if before == SUM and isinstance(after, Replicated):

@@ -24,18 +24,6 @@ import dataclasses
 from typing import Any, Union
 
 
-@dataclasses.dataclass(frozen=True)
-class Blocks:
-    """Several concatenated tensors of a group, as in ``tf.concat([view, other_view], 0)``.
-
-    A tower has its slices of all blocks, concatenated.  So the slices of each block are in the
-    order of the towers, not those of the whole tensor.
-    """
-
-    count: int
-    group: Group = ""
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class Chosen:
     """Positions that a mask chooses from the batch, as in ``tf.boolean_mask``; one for each mask.
@@ -48,26 +36,6 @@ class Chosen:
 
 
 Group = Union[str, Chosen]
-
-
-class _Grouped:
-    """A spec of positions of a group's examples, or of their number."""
-
-    group: Group | Blocks
-
-    @property
-    def blocks(self) -> int:
-        """The number of concatenated tensors of the group."""
-        return self.group.count if isinstance(self.group, Blocks) else 1
-
-    @property
-    def one_block(self) -> Group:
-        """The group of one of these tensors."""
-        return self.group.group if isinstance(self.group, Blocks) else self.group
-
-    def some(self, count: int) -> Group | Blocks:
-        """The group of ``count`` concatenated tensors."""
-        return self.one_block if count == 1 else Blocks(count, self.one_block)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,30 +68,33 @@ class Variance(Replicated):
 
 
 @dataclasses.dataclass(frozen=True)
-class Sharded(_Grouped):
+class Sharded:
     """Each tower has a slice along ``dim``; the slices in the towers' order are the whole tensor.
 
     Attributes:
       dim: the sharded dimension, counted from 0.
       times: the number of consecutive positions per example in that dimension; None if unknown.
       group: the examples: empty for the batch's; the name of another batch of the step, of another
-        size; :class:`Chosen` ones; or :class:`Blocks` of these.  Tensors of one group have the same
-        slices.
+        size; or :class:`Chosen` ones.
+      blocks: the number of tensors of the group that are concatenated in that dimension, as in
+        ``tf.concat([view, other_view], 0)``.  A tower has its slices of all blocks, concatenated.
+        So the slices of each block are in the order of the towers, not those of the whole tensor.
       broadcast: only in ``Plan.takes``: a dimension of size 1 is not sliced.
     """
 
     dim: int
     times: int | None = 1
-    group: Group | Blocks = ""
+    group: Group = ""
+    blocks: int = 1
     broadcast: bool = False
 
     def at(self, dim: int) -> Sharded:
         """The same examples along another dimension."""
         return self if dim == self.dim else dataclasses.replace(self, dim=dim)
 
-    def goes_with(self, other: Sharded) -> bool:
+    def goes_with(self, other: Sharded | Size) -> bool:
         """Whether each tower has the same slice of two tensors of one size."""
-        return self.group == other.group
+        return self.group == other.group and self.blocks == other.blocks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,28 +109,29 @@ class Partial:
 
 
 @dataclasses.dataclass(frozen=True)
-class Size(_Grouped):
+class Size:
     """Integers that describe shapes, with a value for the whole batch and one for each tower.
 
     Attributes:
       at: the index of the entry that counts rows (0 for a scalar). The towers' entries there add up
         to the batch's; all other entries are the same on all towers.
-      times, group: as in :class:`Sharded`.
+      times, group, blocks: as in :class:`Sharded`.
       known: the static entries of a tensor's shape, None for unknown ones; None if not a shape.
     """
 
     at: int = 0
     times: int | None = 1
-    group: Group | Blocks = ""
+    group: Group = ""
+    blocks: int = 1
     known: tuple[int | None, ...] | None = None
 
     def moved(self, at: int) -> Size:
         """The same number of rows at another index of another tensor."""
-        return Size(at, self.times, self.group)
+        return Size(at, self.times, self.group, self.blocks)
 
     def shards(self, dim: int) -> Sharded:
         """The spec of a tensor whose dimension ``dim`` has this size."""
-        return Sharded(dim, self.times, self.group)
+        return Sharded(dim, self.times, self.group, self.blocks)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,6 +156,11 @@ class OptionalOf(ListOf):
 @dataclasses.dataclass(frozen=True)
 class PerTower:
     """Each tower has its own tensor and there is no whole one: in ``strategy.run``."""
+
+
+def of_batch(spec: Sharded | Size) -> bool:
+    """Whether a tower's positions are those of its rows of the batch, in one block."""
+    return not spec.group and spec.blocks == 1
 
 
 Spec = Union[Replicated, Sharded, Partial, Size, ListOf, PerTower]

@@ -21,7 +21,16 @@ import tensorflow as tf
 
 from towerstrategy.sharding.rules import registry
 from towerstrategy.sharding.rules.registry import Op, Plan
-from towerstrategy.sharding.spec import REPLICATED, SUM, ListOf, Replicated, Sharded, Size, Spec
+from towerstrategy.sharding.spec import (
+    REPLICATED,
+    SUM,
+    ListOf,
+    Replicated,
+    Sharded,
+    Size,
+    Spec,
+    of_batch,
+)
 
 # A guess of a tower's number of rows if it is unknown: on CPU devices, on other devices.
 ROWS, MANY_ROWS = 64, 1024
@@ -53,7 +62,7 @@ class Traffic:
                 operation.inputs, specs) < self.towers * part
             return registry.once(operation) if cheap else plan
         if not self.shared or REPLICATED not in plan.takes or plan.near is not None \
-                or not all(isinstance(spec, Sharded) and not spec.group for spec in plan.gives):
+                or not all(isinstance(spec, Sharded) and of_batch(spec) for spec in plan.gives):
             return plan
         whole = max(bytes_of(tensor, spec) for tensor, spec in zip(operation.inputs, plan.takes)
                     if spec == REPLICATED)

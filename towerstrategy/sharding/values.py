@@ -26,6 +26,7 @@ from towerstrategy.sharding.spec import (
     Sharded,
     Size,
     Spec,
+    of_batch,
 )
 from towerstrategy.sharding.towers import Towers
 
@@ -125,8 +126,7 @@ class Value:
     def _redistributed(self, wanted: Spec) -> Value:
         towers = self.towers
         if isinstance(wanted, Sharded):
-            if isinstance(self.spec, Sharded) and self.spec == Sharded(
-                    wanted.dim, wanted.times, wanted.group):
+            if self.spec == dataclasses.replace(wanted, broadcast=False):
                 return self
             return self._cut(wanted)
         if isinstance(wanted, Partial):
@@ -188,7 +188,7 @@ class Value:
         """1 for a tower without rows of this tensor, else 0; an int32 scalar."""
         assert isinstance(self.spec, Sharded)
         towers = self.towers
-        if not self.spec.group:
+        if of_batch(self.spec):
             return towers.padding_rows(tower)
         zero, dim = (towers.number(number, tf.int32) for number in (0, self.spec.dim))
         shape = towers.on(tower, "Shape", self.part(tower))
@@ -237,7 +237,7 @@ class Value:
         split = [towers.on(tower, "Split", build.constant(spec.dim, tf.int32,
                                                           towers.devices[tower]),
                            part, num_split=spec.blocks) for tower, part in enumerate(self.parts())]
-        block_spec = dataclasses.replace(spec, group=spec.one_block)
+        block_spec = dataclasses.replace(spec, blocks=1)
         shape = opened(self.shape, spec.dim)
 
         def whole(block: int) -> Ref:

@@ -1,8 +1,8 @@
 """Rules for batches concatenated along the rows: two views, or real and generated images.
 
 Goes in: an op that concatenates sharded tensors along the rows, or that slices such a tensor at
-multiples of the batch's size.  Comes out: a plan with :class:`spec.Blocks`, or with the single
-block that a batch is; each tower concatenates or slices its own rows.
+multiples of the batch's size.  Comes out: a plan with several blocks, or with the single block
+that a batch is; each tower concatenates or slices its own rows.
 """
 
 from __future__ import annotations
@@ -20,21 +20,17 @@ from towerstrategy.sharding.spec import REPLICATED, Sharded, Size, Spec
 
 def concatenated(specs: Sequence[Spec]) -> Sharded | None:
     """The spec of tensors of these specs, concatenated along the rows; None if it has none."""
-    single = {_with_blocks(spec, 1) if isinstance(spec, Sharded) and spec.times else None
-              for spec in specs}
+    single = {dataclasses.replace(spec, blocks=1) if isinstance(spec, Sharded) and spec.times
+              else None for spec in specs}
     block = single.pop() if len(single) == 1 else None
-    return None if block is None or len(specs) < 2 else _with_blocks(
-        block, sum(spec.blocks for spec in specs if isinstance(spec, Sharded)))
+    return None if block is None or len(specs) < 2 else dataclasses.replace(
+        block, blocks=sum(spec.blocks for spec in specs if isinstance(spec, Sharded)))
 
 
 def split(spec: Sharded, count: int) -> Sharded | None:
     """The spec of each of ``count`` equal parts along the rows; None if these cut a block."""
-    return None if spec.blocks % count else _with_blocks(spec, spec.blocks // count)
-
-
-def _with_blocks(spec: Sharded, count: int) -> Sharded:
-    """``spec`` with ``count`` blocks."""
-    return dataclasses.replace(spec, group=spec.some(count))
+    return None if spec.blocks % count else dataclasses.replace(
+        spec, blocks=spec.blocks // count)
 
 
 def strided_slice(op: Op, spec: Sharded, specs: Sequence[Spec]) -> Plan | None:
@@ -66,7 +62,7 @@ def _between(spec: Sharded, begin: int | None, end: int | None,
         return None
     takes = [each if isinstance(each, Size) and each.at == spec.dim else REPLICATED
              for each in specs[1:]]  # a number of rows for another dimension means all rows
-    return Plan([spec, *takes], [_with_blocks(spec, end - begin)])
+    return Plan([spec, *takes], [dataclasses.replace(spec, blocks=end - begin)])
 
 
 def _blocks_before(op: Op, spec: Sharded, index: int, limit: Spec) -> int | None:
@@ -77,7 +73,7 @@ def _blocks_before(op: Op, spec: Sharded, index: int, limit: Spec) -> int | None
     if limit.at != spec.dim or not limit.times or not spec.times or limit.times % spec.times:
         return None
     number = limit.times // spec.times
-    return number * limit.blocks if limit.one_block == spec.one_block else None
+    return number * limit.blocks if limit.group == spec.group else None
 
 
 @rule("ConcatOffset")
@@ -89,7 +85,7 @@ def concat_offset(op: Op, specs: Sequence[Spec]) -> Plan | None:
         return None
     before = itertools.accumulate(size.blocks for size in sizes[:-1])
     return Plan([REPLICATED, *sizes], [REPLICATED, *(
-        Size(joined.dim, (joined.times or 0) * count, joined.one_block) for count in before)])
+        Size(joined.dim, (joined.times or 0) * count, joined.group) for count in before)])
 
 
 @rule("SpaceToBatchND", "BatchToSpaceND")
@@ -100,5 +96,5 @@ def space_to_batch(op: Op, specs: Sequence[Spec]) -> Plan | None:
         return None
     count = math.prod(map(int, block_shape))
     before, after = (1, count) if op.type == "SpaceToBatchND" else (count, 1)
-    return Plan([spec, REPLICATED, REPLICATED], [_with_blocks(spec, after)]) \
+    return Plan([spec, REPLICATED, REPLICATED], [dataclasses.replace(spec, blocks=after)]) \
         if spec.blocks == before else None

@@ -8,6 +8,7 @@ runs once.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import string
 from collections.abc import Sequence
@@ -78,7 +79,7 @@ def by_names(op: Op, specs: Sequence[Spec], inputs: Sequence[Names | None],
                 and op.inputs[index].shape[dim] == 1:
             takes.append(REPLICATED)
         else:
-            takes.append(Sharded(dim, spec.times, spec.group, isinstance(name, int)))
+            takes.append(dataclasses.replace(spec, dim=dim, broadcast=isinstance(name, int)))
     gives = [None if names is None else spec.at(names.index(name)) if name in names else parts
              for names in (outputs if len(outputs) > 1 else [*outputs] * len(op.outputs))]
     known = [each for each in gives if each is not None]
@@ -90,7 +91,7 @@ def once_and_cut(op: Op, specs: Sequence[Spec], spec: Sharded) -> Plan | None:
 
     So the ops behind it are sharded again. For one number an example that does not pay.
     """
-    if op.out_rank() in (None, 1) or spec.one_block:
+    if op.out_rank() in (None, 1) or spec.group:
         return None
     return Plan([REPLICATED] * len(specs), [spec] * len(op.outputs), once=True)
 

@@ -19,7 +19,7 @@ import tensorflow as tf
 from towerstrategy.sharding.rules import shapes
 from towerstrategy.sharding.rules.dimensions import is_plain
 from towerstrategy.sharding.rules.registry import EACH, Op, Plan, rule
-from towerstrategy.sharding.spec import REPLICATED, Sharded, Size, Spec
+from towerstrategy.sharding.spec import REPLICATED, Sharded, Size, Spec, of_batch
 
 _PHILOX = (tf.random.Algorithm.PHILOX.value, tf.random.Algorithm.AUTO_SELECT.value)
 # Op type -> how many counters its kernel reserves for each number, where the number of random bits
@@ -47,7 +47,7 @@ def draw(op: Op, specs: Sequence[Spec]) -> Plan | None:
 @rule("RandomUniform", "RandomUniformInt", "RandomStandardNormal", "TruncatedNormal")
 def draw_by_state(op: Op, specs: Sequence[Spec]) -> Plan | None:
     size = specs[0]
-    if not isinstance(size, Size) or size.group or not size.times or op.out_rank() is None \
+    if not isinstance(size, Size) or not of_batch(size) or not size.times or op.out_rank() is None \
             or not all(map(is_plain, specs[1:])):
         return None
     return Plan([REPLICATED] * len(specs), [size.shards(size.at)], once=True)
@@ -57,7 +57,7 @@ def draw_by_state(op: Op, specs: Sequence[Spec]) -> Plan | None:
 def draw_of_rows(op: Op, specs: Sequence[Spec]) -> Plan | None:
     """Runs once, with all rows: the draws of a row depend on the draws before."""
     spec = specs[0]
-    if not isinstance(spec, Sharded) or spec.one_block or op.out_rank() is None \
+    if not isinstance(spec, Sharded) or spec.group or op.out_rank() is None \
             or op.type != "RandomShuffle" and spec.dim:
         return None
     return Plan([REPLICATED] * len(specs), [spec], once=True,

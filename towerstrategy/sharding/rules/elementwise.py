@@ -6,6 +6,7 @@ output.  A partial sum stays partial if the op is linear in it.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import tensorflow as tf
@@ -101,12 +102,12 @@ def _size(op: Op, specs: Sequence[Spec]) -> Plan | None:
         factor = op.value(0 if specs[1] is size else 1)
         times = None if factor is None or size.times is None else size.times * int(factor)
         return Plan([spec if spec is size else REPLICATED for spec in specs],
-                    [Size(0, times, size.group)])
+                    [dataclasses.replace(size.moved(0), times=times)])
     divisor = op.value(1) if op.type == "FloorDiv" and op.out_rank() == 0 else None
     if divisor is not None and specs[0] is size and int(divisor) > 0 \
             and size.blocks % int(divisor) == 0:  # the rows of some of the blocks
-        blocks = size.some(size.blocks // int(divisor))
-        return Plan([size, REPLICATED], [Size(0, size.times, blocks)])
+        blocks = size.blocks // int(divisor)
+        return Plan([size, REPLICATED], [dataclasses.replace(size.moved(0), blocks=blocks)])
     return None
 
 

@@ -160,4 +160,5 @@ def element_shape(op: Op, specs: Sequence[Spec]) -> Plan | None:
         return [m.make("TensorScatterUpdate", [
             first, m.constant([[element.dim]], tf.int32, None), total], None)]
 
-    return Plan([list_spec], [Size(element.dim, element.times, element.group)], whole=whole)
+    size = Size(element.dim, element.times, element.group, element.blocks)
+    return Plan([list_spec], [size], whole=whole)

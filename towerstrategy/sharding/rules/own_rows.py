@@ -19,7 +19,7 @@ from towerstrategy.sharding.rules.elementwise import AS_IT_IS
 from towerstrategy.sharding.rules.entries import dimensions_in, sizes_of
 from towerstrategy.sharding.rules.registry import EACH, HOST, Op, Plan, plan_of, rule
 from towerstrategy.sharding.rules.scaling import is_zero
-from towerstrategy.sharding.spec import REPLICATED, Chosen, Sharded, Size, Spec
+from towerstrategy.sharding.spec import REPLICATED, Chosen, Sharded, Size, Spec, of_batch
 
 
 class _RowNumbers(NamedTuple):
@@ -52,7 +52,7 @@ def in_own_rows(op: Op, specs: Sequence[Spec], indices: int, batch: int, beside:
             or bool(numbers.chosen) != bool(group):
         return None
     times = group.times if group and numbers.chosen == "positions" else 1
-    if spec.group and not group or rows != Sharded(0, times) or times is None \
+    if spec.blocks > 1 or spec.group and not group or rows != Sharded(0, times) or times is None \
             or column is not None and (tensor.shape[-1] is None
                                        or tensor.shape.rank == spec.dim + 1):
         return None
@@ -94,7 +94,7 @@ def _offsets(m: Any, times: int, dtype: tf.DType, column: int | None, columns: A
 def where(op: Op, specs: Sequence[Spec]) -> Plan | None:
     """Each tower looks for true entries in its own rows, and adds the number of its first row."""
     spec, shape = specs[0], op.inputs[0].shape
-    if not isinstance(spec, Sharded) or spec.dim or spec.group or spec.times is None \
+    if not isinstance(spec, Sharded) or spec.dim or not of_batch(spec) or spec.times is None \
             or not shape.rank or spec.times > 1 < shape.rank:
         return None
     times, rank = spec.times, shape.rank
@@ -158,7 +158,7 @@ def _move(operation: tf.Operation, column: int | None) -> _RowNumbers | None:
             return None
     plan = plan_of(op, [numbers.at, *[REPLICATED] * (len(op.inputs) - 1)])
     result = plan.gives[0] if plan is not None else REPLICATED
-    return numbers._replace(at=result) if isinstance(result, Sharded) and not result.group else None
+    return numbers._replace(at=result) if isinstance(result, Sharded) and of_batch(result) else None
 
 
 def _column_of_slice(op: Op) -> int | None:

@@ -106,7 +106,7 @@ def _spec_after(before: Sequence[Any] | None, after: Sequence[Any], spec: Sharde
     The sizes in front of the rows stay in front, or become blocks of rows, or are made from such
     blocks.  The sizes behind the rows stay behind, or are merged with the rows, or split off them.
     """
-    if isinstance(target, Size) and target.group == spec.group and spec.dim == target.at == 0:
+    if isinstance(target, Size) and spec.goes_with(target) and spec.dim == target.at == 0:
         return dataclasses.replace(spec, times=target.times)
     if before is None:
         return None
@@ -116,10 +116,10 @@ def _spec_after(before: Sequence[Any] | None, after: Sequence[Any], spec: Sharde
         result = _spec_in(at, spec, front, behind)
         if isinstance(target, Size):
             same_times = behind is not None and not behind.times and behind.known == target.times
-            if target.group == spec.group and (front == ONE or same_times):
+            if spec.goes_with(target) and (front == ONE or same_times):
                 # All else is in front of the rows, as before, or behind them.
                 return dataclasses.replace(spec, dim=at, times=target.times)
-            if result is not None and result.one_block == target.one_block \
+            if result is not None and result.group == target.group \
                     and result.blocks * (result.times or 0) == target.blocks * (target.times or 0):
                 return result
         elif result is not None and (after[at] is None or isinstance(after[at], int)
@@ -140,7 +140,7 @@ def _spec_in(at: int, spec: Sharded, front: Quotient | None, behind: Quotient | 
     count = front.known * spec.blocks
     if count.denominator > 1 or behind.known.denominator > 1 or behind.times and front != ONE:
         return None
-    return dataclasses.replace(spec, dim=at, group=spec.some(int(count)),
+    return dataclasses.replace(spec, dim=at, blocks=int(count),
                                times=None if behind.times else int(behind.known))
 
 

@@ -24,12 +24,13 @@ from towerstrategy.sharding.spec import (
     Size,
     Sizes,
     Spec,
+    of_batch,
 )
 
 
 def _size_of(spec: Sharded, shape: tf.TensorShape) -> Size:
     known = None if shape.rank is None else tuple(shape.as_list())
-    return Size(spec.dim, spec.times, spec.group, known)
+    return Size(spec.dim, spec.times, spec.group, spec.blocks, known)
 
 
 @rule("Shape", "ShapeN")
@@ -60,11 +61,11 @@ def size(op: Op, specs: Sequence[Spec]) -> Plan | None:
 
     def whole(m: Any) -> list[Any]:
         dtype = op.outputs[0].dtype
-        if times is None or spec.group:
+        if times is None or not of_batch(spec):
             return [m.towers.add_up(m.copy([m.parts(0)], EACH)[0], m.towers.merge)]
         return [m.make("Mul", [m.towers.total(dtype), m.constant(times, dtype, None)], None)]
 
-    return Plan(specs, [Size(0, times, spec.group)], whole=whole)
+    return Plan(specs, [Size(0, times, spec.group, spec.blocks)], whole=whole)
 
 
 @rule("Rank")
@@ -187,7 +188,7 @@ def product_of_size(op: Op, specs: Sequence[Spec]) -> Plan | None:
         return Plan([spec, REPLICATED], [spec])
     sizes = static_sizes(op, 0, spec)
     times = None if sizes is None else _entries_an_example(sizes, spec.at, spec)
-    return Plan([spec, REPLICATED], [Size(0, times, spec.group)])
+    return Plan([spec, REPLICATED], [Size(0, times, spec.group, spec.blocks)])
 
 
 def extreme_of_sizes(op: Op, spec: Size | Sizes) -> Plan | None:
@@ -197,7 +198,7 @@ def extreme_of_sizes(op: Op, spec: Size | Sizes) -> Plan | None:
         return None
     if isinstance(spec, Size):
         return Plan([spec, REPLICATED], [size.moved(0)])
-    if size.group or not size.times:
+    if not of_batch(size) or not size.times:
         return None
     dtype = op.outputs[0].dtype
     return Plan([REPLICATED] * 2, [size], alone=0, make=lambda m: [m.make("Mul", [

@@ -190,7 +190,7 @@ def strided_slice_grad(op: Op, specs: Sequence[Spec]) -> Plan | None:
             or op.inputs[0].shape.rank != 1:
         return None
     if dim_after_slice(op, size.at, op.inputs[0].shape[0]) == gradient.dim:
-        if (gradient.times, gradient.group) != (size.times, size.group):
+        if gradient != size.shards(gradient.dim):
             return None
         return Plan([size, REPLICATED, REPLICATED, REPLICATED, gradient], [size.shards(size.at)])
     plan = blocks.strided_slice(op, size.shards(size.at), specs[:-1])
