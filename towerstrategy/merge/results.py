@@ -86,6 +86,28 @@ def map_tensors(fn: Callable[[Any], Any], nest: Any) -> Any:
     return tf.nest.map_structure(mapped, nest)
 
 
+def with_refused_gradients(nest: Any, error: Exception, sources: Sequence[tf.Tensor] = ()) -> Any:
+    """``nest``, whose floats have gradients that raise ``error``, also those for ``sources``.
+
+    They would be None, or wrong, where a tape outside did not record what made the tensors.
+    """
+
+    @tf.custom_gradient
+    def refusing(value: tf.Tensor, *sources: tf.Tensor) -> Any:
+        del sources
+
+        def refuse(*_: tf.Tensor) -> Any:
+            raise error
+
+        return tf.identity(value), refuse
+
+    def mapped(leaf: Any) -> Any:
+        floats = isinstance(leaf, tf.Tensor) and (leaf.dtype.is_floating or leaf.dtype.is_complex)
+        return refusing(leaf, *sources) if floats else leaf
+
+    return map_tensors(mapped, nest)
+
+
 def tensors_in(nest: Any) -> list[tf.Tensor]:
     """The symbolic tensors in ``nest``, each once; see :func:`map_tensors`."""
     tensors: dict[int, tf.Tensor] = {}

@@ -30,7 +30,11 @@ def call(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: Any, kw
 
     # A gradient tape of this thread does not record the ops of the towers' threads.
     if tf.executing_eagerly():
-        return _refusing_gradients(strategy, run()) if _tf.may_be_recorded() else run()
+        result = run()
+        if not _tf.may_be_recorded():
+            return result
+        weights = [each.value() for each in strategy.extended.variables() if each.trainable]
+        return results.with_refused_gradients(result, RuntimeError(_OUTSIDE_GRADIENT), weights)
     if finish or _tf.may_be_recorded() or strategy.extended.workers is not None:
         return enclosed.run(run, finish)
     return run()
@@ -40,26 +44,6 @@ _OUTSIDE_GRADIENT = (
     "cannot take a gradient through strategy.run: the towers ran eagerly, each in a thread of its "
     "own, whose operations a gradient tape outside does not record. Put the GradientTape into the "
     "function given to strategy.run, or call strategy.run and the tape in a tf.function.")
-
-
-def _refusing_gradients(strategy: tf.distribute.Strategy, result: Any) -> Any:
-    """``result``, with gradients that raise an error, where they would be None."""
-    sources = [variable.value() for variable in strategy.extended.variables() if variable.trainable]
-
-    @tf.custom_gradient
-    def refuse_gradient(value: tf.Tensor, *sources: tf.Tensor) -> Any:
-        del sources
-
-        def gradient(*_: tf.Tensor) -> Any:
-            raise RuntimeError(_OUTSIDE_GRADIENT)
-
-        return tf.identity(value), gradient
-
-    def refusing(leaf: Any) -> Any:
-        floats = isinstance(leaf, tf.Tensor) and (leaf.dtype.is_floating or leaf.dtype.is_complex)
-        return refuse_gradient(leaf, *sources) if floats else leaf
-
-    return results.map_tensors(refusing, result)
 
 
 class _Stop(SystemExit):

@@ -23,6 +23,9 @@ from towerstrategy.merge import merging, results
 from towerstrategy.sharding import propagate, step
 
 _log = logging.getLogger("towerstrategy")
+_EAGER_GRADIENT = (  # an eager tape would take the towers' loops for one
+    "the gradient of a function made by strategy.function, in which there is a loop, cannot be "
+    "taken in eager code. Take it in the function, or in a tf.function that calls it.")
 
 
 class Function:
@@ -60,7 +63,7 @@ class Function:
         result = self._call(lambda function, *args, **kwargs: function(*args, **kwargs),
                             args, kwargs)
         if self._has_loops and tf.executing_eagerly():
-            return tf.nest.map_structure(_without_eager_gradient, result, expand_composites=True)
+            return results.with_refused_gradients(result, NotImplementedError(_EAGER_GRADIENT))
         return result
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
@@ -267,24 +270,6 @@ def _has_loop_on_towers(strategy: Any) -> bool:
         type in propagate.LOOPS
         for operation in tf.compat.v1.get_default_graph().get_operations()
         for type in _tf.types_in(operation, propagate.CALLS))
-
-
-def _without_eager_gradient(value: Any) -> Any:
-    """``value``, whose gradient raises: an eager tape would take the towers' loops for one."""
-    if not (isinstance(value, tf.Tensor) and (value.dtype.is_floating or value.dtype.is_complex)):
-        return value
-
-    @tf.custom_gradient
-    def stopped(value: tf.Tensor) -> Any:
-        def refuse(upstream: Any) -> Any:
-            raise NotImplementedError(
-                "the gradient of a function made by strategy.function, in which there is a loop, "
-                "cannot be taken in eager code. Take it in the function, or in a tf.function that "
-                "calls it.")
-
-        return tf.identity(value), refuse
-
-    return stopped(value)
 
 
 def _refuse_sub_batches(value: Any, dtype: Any = None, name: str | None = None,
