@@ -14,7 +14,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -120,8 +120,10 @@ def gather_early(layout: Any) -> None:
     def after(operation: Op) -> int:
         return bytes_of(operation.outputs[0], layout.plans[operation.name].gives[0])
 
-    for operation in _candidates(light, rows, in_parts.copy()):
-        least.setdefault(operation.output_names[0], min(after(operation), before(operation)))
+    moved_from = {name for names in rows.values() for name in names}
+    for operation in light:
+        if operation.output_names[0] in moved_from:
+            least.setdefault(operation.output_names[0], min(after(operation), before(operation)))
     for operation in reversed(light):
         out = operation.output_names[0]
         if not in_parts[out] and before(operation) < after(operation):
@@ -130,21 +132,6 @@ def gather_early(layout: Any) -> None:
                 least[name] = 0
             layout.plans[operation.name] = registry.once(operation)
             layout.specs[out] = REPLICATED
-
-
-def _candidates(light: Sequence[Op], rows: Mapping[str, Mapping[str, int]],
-                in_parts: collections.Counter[str]) -> list[Op]:
-    """The light operations of whose outputs no tower needs a part, and the sources of these."""
-    sources: set[str] = set()
-    found: list[Op] = []
-    for operation in reversed(light):
-        out = operation.output_names[0]
-        if out in sources or not in_parts[out]:
-            sources.update(rows[operation.name])
-            found.append(operation)
-            if not in_parts[out]:
-                in_parts.subtract(rows[operation.name].keys())
-    return found[::-1]
 
 
 def cut_late(layout: Any) -> None:
