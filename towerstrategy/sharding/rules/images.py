@@ -28,7 +28,9 @@ _ROWS: dict[str, tuple[int, ...]] = {
     **dict.fromkeys(("ResizeBilinearGrad", "ResizeBicubicGrad", "ScaleAndTranslateGrad",
                      "DrawBoundingBoxes", "DrawBoundingBoxesV2", "CombinedNonMaxSuppression"),
                     (0, 1)),
-    **dict.fromkeys(("ExtractGlimpseV2", "Dilation2DBackpropInput"), (0, 2)),
+    **dict.fromkeys(("ExtractGlimpseV2", "Dilation2DBackpropInput", "Conv2DBackpropFilter",
+                     "Conv3DBackpropFilterV2", "DepthwiseConv2dNativeBackpropFilter",
+                     "Dilation2DBackpropFilter"), (0, 2)),
     **dict.fromkeys(("MaxPoolGrad", "MaxPool3DGrad", "MaxPoolGradGrad", "MaxPool3DGradGrad",
                      "MaxPoolGradV2", "MaxPoolGradWithArgmax", "LRNGrad"), (0, 1, 2)),
 }
@@ -40,20 +42,10 @@ def image(op: Op, specs: Sequence[Spec]) -> Plan | None:
         return None  # TensorFlow infers a wrong rank for volumes of unknown sizes
     if op.type.endswith("WithArgmax") and op.attr("include_batch_in_index"):
         return None  # the indices count through all images
-    return _rows_first(op, specs, _ROWS[op.type], "a")
-
-
-@rule("Conv2DBackpropFilter", "Conv3DBackpropFilterV2", "DepthwiseConv2dNativeBackpropFilter",
-      "Dilation2DBackpropFilter")
-def filter_gradient(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    return _rows_first(op, specs, (0, 2), "")
-
-
-def _rows_first(op: Op, specs: Sequence[Spec], images: Sequence[int], output: str) -> Plan | None:
-    """The plan where the inputs ``images`` have rows in front, and all others are replicated."""
-    if op.rank(images[0]) is None or any(op.out_rank(at) is None for at in range(len(op.outputs))):
+    if op.rank(_ROWS[op.type][0]) is None or None in map(op.out_rank, range(len(op.outputs))):
         return None  # padding needs the ranks
-    names = ["a" if index in images else None for index in range(len(specs))]
+    names = ["a" if index in _ROWS[op.type] else None for index in range(len(specs))]
+    output = "" if "BackpropFilter" in op.type else "a"
     return by_names(op, specs, names, [output], SUM, padded=True)
 
 
