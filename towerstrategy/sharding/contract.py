@@ -118,7 +118,7 @@ class Contract:
             adds_up = state.known and isinstance(state.spec, Sharded) and state.power == 0
         else:
             state = self.of(gradient)
-            adds_up = _is_part_of_sum(state)
+            adds_up = state in (State(SUM), SHARE)
         if adds_up or not state.known:
             right = state.divided == "same" or state.divided == "means" and evenly
             return "" if reads_count and right else state.cause
@@ -298,11 +298,6 @@ def _zeros_as_others(operation: tf.Operation, states: list[State],
     rows = all(isinstance(state.spec, Sharded) for state in others)
     return [state if not is_zero else state._replace(power=others[0].power) if rows else others[0]
             for state, is_zero in zip(states, zeros)]
-
-
-def _is_part_of_sum(state: State) -> bool:
-    """Whether the towers' values add up to one device's."""
-    return state in (State(SUM), SHARE)
 
 
 def _is_taken_as_is(spec: Spec, wanted: Spec, tensor: tf.Tensor) -> bool:

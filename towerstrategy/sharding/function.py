@@ -58,7 +58,7 @@ class Function:
 
     @_tf.with_short_tracebacks
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._is_within_another():
+        if contexts.has_all_rows() and tf.distribute.get_strategy() is self._strategy:
             return self._function_with_all_rows(*args, **kwargs)
         result = self._call(lambda function, *args, **kwargs: function(*args, **kwargs),
                             args, kwargs)
@@ -96,14 +96,6 @@ class Function:
     def __repr__(self) -> str:
         return f"<strategy.function of {self.python_function!r}, for {self._strategy!r}>"
 
-    def _is_within_another(self) -> bool:
-        return contexts.has_all_rows() and tf.distribute.get_strategy() is self._strategy
-
-    def _scope(self) -> contextlib.AbstractContextManager[Any]:
-        inside = tf.distribute.get_strategy() is self._strategy
-        return contextlib.nullcontext() if inside else self._strategy.extended.bare_scope(
-            self._strategy)
-
     def _call(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """The result of ``call`` with the ``tf.function`` and these arguments.
 
@@ -124,7 +116,9 @@ class Function:
 
     def _call_once(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         function, args, kwargs = self._function_and_arguments(args, kwargs)
-        with self._scope():
+        inside = tf.distribute.get_strategy() is self._strategy
+        with contextlib.nullcontext() if inside else self._strategy.extended.bare_scope(
+                self._strategy):
             return call(function, *args, **kwargs)
 
     def _function_and_arguments(self, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:

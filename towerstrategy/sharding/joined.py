@@ -31,9 +31,8 @@ def can_become(spec: Spec, wanted: Spec) -> bool:
     if isinstance(wanted, Replicated):
         return not isinstance(spec, ListOf)
     if isinstance(wanted, Sharded):
-        if spec == dataclasses.replace(wanted, broadcast=False):
-            return True
-        return not wanted.group and not isinstance(spec, ListOf)
+        return spec == dataclasses.replace(wanted, broadcast=False) or not (
+            wanted.group or isinstance(spec, ListOf))
     if isinstance(wanted, Partial):
         return wanted == SUM and not isinstance(spec, ListOf)
     if isinstance(wanted, ListOf):

@@ -11,7 +11,6 @@ operations run once, and so do those of sync points, which get a tower's tensor 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -36,7 +35,7 @@ class PerTowerTensors:
     ``filled`` says for each tower whether it has rows; it is empty if all have.
     """
 
-    def __init__(self, graph: Any, count: int, filled: Sequence[Any] = ()) -> None:
+    def __init__(self, graph: Any, count: int, filled: Sequence[Any]) -> None:
         self.graph, self._count, self._filled = graph, count, filled
         self._inputs: dict[str, Sequence[Any]] = {}  # placeholder -> each tower's outer value
         self._scatters: set[str] = set()  # operations whose output on tower r is input r
@@ -320,16 +319,10 @@ class ReplicaPartition(Partition):
 
 def _attributes_with_seed(operation: Op, tower: int) -> bytes:
     """A tower's attributes of a stateful random operation, with its own seed; else none."""
-    if not tower or not operation.is_stateful or not _has_seed(operation.type):
+    if not tower or not operation.is_stateful:
         return b""
     node = tf.compat.v1.NodeDef.FromString(operation.definition.attributes)
-    if not (node.attr["seed"].i or node.attr["seed2"].i):
+    if "seed2" not in node.attr or not (node.attr["seed"].i or node.attr["seed2"].i):
         return b""
     node.attr["seed2"].i = (node.attr["seed2"].i + tower * _tf.SEED_STEP) % 2**31
     return node.SerializeToString(deterministic=True)
-
-
-@functools.cache
-def _has_seed(type: str) -> bool:
-    definition = _tf.op_def(type)
-    return definition is not None and any(attr.name == "seed2" for attr in definition.attr)
