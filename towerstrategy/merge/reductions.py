@@ -29,26 +29,26 @@ def the_one(number: int, structured: Any) -> Any:
     return _tf.select_replica(number, structured)
 
 
-def _parts(value: Any, reduce_op: Any) -> tuple[Any, list[Any] | None]:
-    """``value``, and the towers' values if it is per-replica, else None.
+def _parts(value: Any, reduce_op: Any) -> list[Any] | None:
+    """The towers' values if ``value`` is per-replica, else None.
 
     Raises:
       ValueError: for a mirrored value, which is the same on all towers, unless the op is a mean.
     """
     if isinstance(value, _tf.SyncOnReadVariable):
-        return value, [part.value() for part in value._values]
+        return [part.value() for part in value._values]
     if isinstance(value, _tf.Mirrored):
         if reduce_op == tf.distribute.ReduceOp.MEAN:
-            return value, None
+            return None
         raise ValueError(f"A mirrored value {value} cannot be reduced with the given reduce op "
                          f"{reduce_op}.")
     is_per_replica = isinstance(value, tf.distribute.DistributedValues)
-    return value, merging.numbers(value.values) if is_per_replica else None
+    return merging.numbers(value.values) if is_per_replica else None
 
 
 def reduce_one(reduce_op: Any, value: Any, destinations: Any, count: int) -> Any:
     """Reduces ``value`` over the towers of a single machine; ``count``: the number of towers."""
-    value, parts = _parts(value, reduce_op)
+    parts = _parts(value, reduce_op)
     if parts is not None:
         number = len(parts) if reduce_op == tf.distribute.ReduceOp.MEAN else None
         return onto(destinations, lambda: merging.divided(merging.total(parts), number))
@@ -65,7 +65,8 @@ def reduce_one(reduce_op: Any, value: Any, destinations: Any, count: int) -> Any
 
 def reduce_across(workers: Workers, reduce_op: Any, pairs: Any) -> list[Any]:
     """Reduces over all machines: first on each machine, then all values by one collective."""
-    leaves = [_parts(leaf, reduce_op) for value, _ in pairs for leaf in tf.nest.flatten(value)]
+    leaves = [(leaf, _parts(leaf, reduce_op))
+              for value, _ in pairs for leaf in tf.nest.flatten(value)]
     # Each machine has one value that is not per-replica, as in MultiWorkerMirroredStrategy.
     totals = workers.sum([
         None if isinstance(leaf, _tf.Mirrored) else leaf if parts is None else merging.total(parts)
