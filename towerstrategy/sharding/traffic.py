@@ -193,8 +193,8 @@ def add_up_early(layout: Any) -> None:
 
 def _is_linear_in_sum(plan: Any) -> bool:
     """Whether an operation is linear in a partial sum; its other inputs are replicated."""
-    return list(plan.gives) == [SUM] and plan.make is None and not plan.once \
-        and plan.near is None and list(plan.takes).count(SUM) == 1 \
+    return not plan.once and plan.make is None and plan.near is None \
+        and list(plan.gives) == [SUM] and list(plan.takes).count(SUM) == 1 \
         and all(spec == SUM or isinstance(spec, Replicated) for spec in plan.takes)
 
 
