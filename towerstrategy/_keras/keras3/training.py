@@ -194,7 +194,7 @@ def _optimizer_behind_layers(model: Any) -> contextlib.AbstractContextManager[No
     """
     optimizer = model.optimizer
     build = getattr(optimizer, "build", None)
-    return contextlib.nullcontext() if build is None else hooks.patched(
+    return contextlib.nullcontext() if build is None else _tf.patched(
         optimizer, build=lambda variables: build(variables) if _is_built(model) else None)
 
 
