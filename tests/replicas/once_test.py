@@ -328,6 +328,26 @@ class TotalsTest(parameterized.TestCase):
         self.assertLen([each for each in made if each.type == "MatMul"], 1)
         self.assertEmpty([each for each in made if each.type in ("AddN", "SelectV2")])
 
+    def test_what_a_tower_without_rows_has_in_place_of_rows_does_not_cross(self):
+        """Else a weight is NaN after a last batch of a few rows: of none, a mean is NaN."""
+        strategy = strategy_with(True)
+        start, x = np.ones([300, 310], "f") / 300, np.random.rand(2, 5, 300).astype("f")
+        weight, optimizer = descending(strategy, start)
+        with strategy.scope():
+            steps = tf.Variable(5, trainable=False)
+
+        def step(x):
+            with tf.GradientTape() as tape:  # steps in the place where rows are elsewhere
+                means = tf.nn.relu(tf.reduce_mean(x[:, :steps], 0))
+                loss = tf.reduce_sum((means @ weight)[:, :7] ** 2)
+            optimizer.apply_gradients([(tape.gradient(loss, weight), weight)])
+
+        with self.assertWarns(towerstrategy.TowerWarning):
+            tf.function(lambda x: strategy.run(step, (x,)))(strategy.split(x))
+        moved = np.zeros_like(start)
+        moved[:, :7] = sum(row.T @ (row @ start)[:, :7] * 2 for row in x)
+        np.testing.assert_allclose(weight.numpy(), start - moved, rtol=1e-4, atol=1e-6)
+
     @parameterized.parameters(lambda fn: fn, tf.function, in_branch, in_loop)
     def test_convolutions_on_a_tower_without_rows(self, nested):
         """Else oneDNN's kernels fail, or return wrong shapes, for a last batch of a few rows."""

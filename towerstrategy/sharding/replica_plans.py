@@ -123,11 +123,13 @@ class Plans:
 
         It should if the towers' outputs add up to its output, by the table, and have more bytes.
         """
-        specs = [spec if spec == REPLICATED else states.of(tensor).spec
-                 for spec, tensor in zip(input_specs, operation.inputs)]
-        if not all(isinstance(found, Sharded) for found, spec in zip(specs, input_specs)
-                   if spec != REPLICATED):
-            return None
+        specs: list[Spec] = []
+        for spec, tensor in zip(input_specs, operation.inputs):
+            state = states.of(tensor)
+            # A tower without rows has none of known rows.  In another tensor it may have NaNs.
+            if spec != REPLICATED and not (state.known and isinstance(state.spec, Sharded)):
+                return None
+            specs.append(REPLICATED if spec == REPLICATED else state.spec)
         plan = registry.plan_of(operation, specs)
         if plan is None or plan.gives != [SUM] or list(plan.takes) != specs:
             return None

@@ -16,6 +16,9 @@ from towerstrategy.sharding.rules.own_rows import in_own_rows
 from towerstrategy.sharding.rules.registry import EACH, Op, Plan, rule
 from towerstrategy.sharding.spec import REPLICATED, SUM, Sharded, Size, Spec
 
+# Gradients of filters, which are sums over the rows.
+_OF_FILTERS = ("Conv2DBackpropFilter", "Conv3DBackpropFilterV2", "Dilation2DBackpropFilter",
+               "DepthwiseConv2dNativeBackpropFilter")
 # An op type -> the inputs that have the rows in their first dimension.
 _ROWS: dict[str, tuple[int, ...]] = {
     **dict.fromkeys((
@@ -28,9 +31,7 @@ _ROWS: dict[str, tuple[int, ...]] = {
     **dict.fromkeys(("ResizeBilinearGrad", "ResizeBicubicGrad", "ScaleAndTranslateGrad",
                      "DrawBoundingBoxes", "DrawBoundingBoxesV2", "CombinedNonMaxSuppression"),
                     (0, 1)),
-    **dict.fromkeys(("ExtractGlimpseV2", "Dilation2DBackpropInput", "Conv2DBackpropFilter",
-                     "Conv3DBackpropFilterV2", "DepthwiseConv2dNativeBackpropFilter",
-                     "Dilation2DBackpropFilter"), (0, 2)),
+    **dict.fromkeys(("ExtractGlimpseV2", "Dilation2DBackpropInput", *_OF_FILTERS), (0, 2)),
     **dict.fromkeys(("MaxPoolGrad", "MaxPool3DGrad", "MaxPoolGradGrad", "MaxPool3DGradGrad",
                      "MaxPoolGradV2", "MaxPoolGradWithArgmax", "LRNGrad"), (0, 1, 2)),
 }
@@ -45,7 +46,7 @@ def image(op: Op, specs: Sequence[Spec]) -> Plan | None:
     if op.rank(_ROWS[op.type][0]) is None or None in map(op.out_rank, range(len(op.outputs))):
         return None  # padding needs the ranks
     names = ["a" if index in _ROWS[op.type] else None for index in range(len(specs))]
-    output = "" if "BackpropFilter" in op.type else "a"
+    output = "" if op.type in _OF_FILTERS else "a"
     return by_names(op, specs, names, [output], SUM, padded=True)
 
 
