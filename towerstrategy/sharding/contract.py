@@ -216,7 +216,7 @@ class Contract:
             return [wrong._replace(spec=_unknown(tensor).spec) for tensor in outputs]
         if plan.padded and plan.make is None and list(plan.takes) == specs:
             self.padded[operation.name] = plan
-        power, problem = _power(operation, states), None
+        power = _power(operation, states)
         # A dimension has the size of the tower's rows where one device has the batch's.
         of_tower_size = any(isinstance(spec, Size) and spec != wanted for spec, wanted in zip(
             specs, plan.takes)) and not all(out.shape.is_fully_defined() for out in outputs)
@@ -226,8 +226,11 @@ class Contract:
             problem = UNKNOWN
         elif plan.make is not None and plan.alone is None:
             problem = _needs_other_towers(operation, states)
-        if power is None or problem is not None:
-            return [(problem or UNKNOWN)._replace(spec=spec) for spec in plan.gives]
+        else:
+            problem = None
+        if problem is not None:
+            return [problem._replace(spec=spec) for spec in plan.gives]
+        assert power is not None
         if self.graph is None and all(state.known for state in states):
             registry.set_static_shape(outputs[0], plan)
         power += 0 if plan.make is None else plan.alone or 0
@@ -261,20 +264,18 @@ def _unknown_one(states: Iterable[State]) -> State | None:
 def _branch_output(condition: Any, taken: State, output: tf.Tensor,
                    outputs: Sequence[tuple[tf.Tensor, State]]) -> State:
     """The state of a branch's output; ``outputs`` has the tensors that are not zero."""
-    specs, unknown = [state.spec for _, state in outputs], _unknown_one(
-        state for _, state in outputs)
+    specs = [state.spec for _, state in outputs]
+    unknown = UNKNOWN if taken != SAME else _unknown_one(state for _, state in outputs)
     powers = {state.power for _, state in outputs if not isinstance(state.spec, Replicated)}
-    if unknown is None and taken == SAME and all(state == SAME for _, state in outputs):
+    if unknown is None and all(state == SAME for _, state in outputs):
         return SAME
     spec = joined.branch_output(condition, specs, lambda number, element: lists.is_empty(
         outputs[number][0], element)) if specs else REPLICATED
-    shape = spec if isinstance(spec, (Sharded, ListOf)) else _unknown(output).spec
-    if unknown is not None and taken == SAME:
-        return unknown._replace(spec=shape)
     unlike = spec == SUM and specs.count(SUM) < len(specs)  # the other is the same on all towers
-    if taken != SAME or len(powers) > 1 or unlike or isinstance(spec, Replicated):
-        return UNKNOWN._replace(spec=shape)
-    return State(spec, powers.pop())
+    if unknown is None and not (len(powers) > 1 or unlike or isinstance(spec, Replicated)):
+        return State(spec, powers.pop())
+    return (unknown or UNKNOWN)._replace(
+        spec=spec if isinstance(spec, (Sharded, ListOf)) else _unknown(output).spec)
 
 
 def _loop_variable(before: State, after: State, tensor: tf.Tensor, zero: bool) -> State:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 
 import tensorflow as tf
 
@@ -61,7 +61,7 @@ class Plans:
         self._pads, self._traffic = pads, traffic
 
     def plan_of(self, layout: Layout, operation: Op, states: Contract,
-                summed: Iterable[str] = ()) -> Plan:
+                summed: Set[str] = frozenset()) -> Plan:
         """The plan of an operation, in a function body or not.
 
         Args:
@@ -71,7 +71,7 @@ class Plans:
           summed: the names of tensors of which nothing but the sum over the towers is used.
         """
         specs = layout.inputs_of(operation)
-        if not set(summed).isdisjoint(operation.output_names):
+        if not summed.isdisjoint(operation.output_names):
             if specs == [SUM]:  # a copy of one that is made so
                 return dataclasses.replace(registry.once(operation), gives=specs)
             rows = self._with_all_rows(operation, specs, states)

@@ -119,13 +119,10 @@ class TowerLocalVariable(_tf.SyncOnReadVariable):
     def _step(self, method: str, value: Any, use_locking: bool = False, name: Any = None,
               read_value: bool = True) -> Any:
         if contexts.has_all_rows():
-            whole = self._whole
-            if not self._is_total:
-                step = tf.add if method == "assign_add" else tf.subtract
-                return self._assign_for_all(step(whole, tf.cast(value, self.dtype)), read_value)
-            contexts.writer_of(self)
-            with tf.device(whole.device):
-                return getattr(whole, method)(value, use_locking, name, read_value)
+            if self._is_total:
+                return self._write_whole(method, value, use_locking, name, read_value)
+            step = tf.add if method == "assign_add" else tf.subtract
+            return self._assign_for_all(step(self._whole, tf.cast(value, self.dtype)), read_value)
         if not self._assigned_from_outside():
             self._has_parts = self._towers_wrote = True
             value = self._neutral_if_empty(value, lambda: tf.zeros([], self.dtype))
@@ -147,12 +144,17 @@ class TowerLocalVariable(_tf.SyncOnReadVariable):
                 f"{self!r}, with synchronization=ON_READ, does not support {method} outside of a "
                 "step with all rows (of Keras, or of a function made by strategy.function), as in "
                 "MirroredStrategy. Use assign_add(tf.scatter_nd(...)).")
+        written = self._write_whole(method, *args, **kwargs)
+        if not self._is_total:
+            self.spread(self._whole.value())
+        return written
+
+    def _write_whole(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Writes the part that has the aggregate, in a step with all rows."""
+        contexts.writer_of(self)
         whole = self._whole
         with tf.device(whole.device):
-            written = getattr(whole, method)(*args, **kwargs)
-        if not self._is_total:
-            self.spread(whole.value())
-        return written
+            return getattr(whole, method)(*args, **kwargs)
 
     def gather_nd(self, indices: Any, name: str | None = None) -> tf.Tensor:
         return tf.gather_nd(self.read_value(), indices, name=name)
