@@ -18,6 +18,9 @@ from towerstrategy.placement import peers
 from towerstrategy.sharding import relays
 from towerstrategy.sharding.across import Across
 from towerstrategy.sharding.builder import Builder, Ref
+from towerstrategy.sharding.rules.registry import Plan
+
+MOST_TO_EXCHANGE = 8  # towers: the copies grow with the square
 
 _Method = TypeVar("_Method", bound=Callable[..., Ref])
 
@@ -177,6 +180,15 @@ class Towers:
         """1 for a tower without rows, which gets a row of padding, else 0; an int32 scalar."""
         return self.on_host("Cast", self.on_host("Equal", self.count(tower), self.number(0)),
                             DstT=tf.int32)
+
+    @property
+    def exchange(self) -> bool:
+        """Whether towers send small tensors to each other, rather than to one that merges them."""
+        return not self.on_cpu and self.across.workers is None and len(self) <= MOST_TO_EXCHANGE
+
+    def must_pad(self, plan: Plan) -> bool:
+        """Whether towers without rows need a row of padding for an operation of this plan."""
+        return plan.padded is True or self.on_cpu and plan.padded == "CPU"
 
     def shapes_on(self, tower: int) -> str:
         """The device that makes a tower's shapes: the tower if it is a CPU, else the host."""

@@ -43,7 +43,7 @@ def but(axes: Sequence[int] | None, rank: int | None, put: str = MIXED) -> str |
 
 def by_names(op: Op, specs: Sequence[Spec], inputs: Sequence[Names | None],
              outputs: Sequence[Names | None], parts: Spec | None = None, gathers: bool = False,
-             padded: bool = False) -> Plan | None:
+             padded: bool | str = False) -> Plan | None:
     """The plan of an op, from the names of its dimensions; None if it has to run once.
 
     Args:

@@ -19,6 +19,9 @@ from towerstrategy.sharding.spec import REPLICATED, SUM, Sharded, Size, Spec
 # Gradients of filters, which are sums over the rows.
 _OF_FILTERS = ("Conv2DBackpropFilter", "Conv3DBackpropFilterV2", "Dilation2DBackpropFilter",
                "DepthwiseConv2dNativeBackpropFilter")
+# A padding for kernels of CPUs only: oneDNN gives wrong shapes for no rows, or lacks an output.
+_PADDED: dict[str, bool | str] = {"Conv2DBackpropInput": False, "Conv2D": "CPU",
+                                  "Conv2DBackpropFilter": "CPU"}
 # An op type -> the inputs that have the rows in their first dimension.
 _ROWS: dict[str, tuple[int, ...]] = {
     **dict.fromkeys((
@@ -47,7 +50,7 @@ def image(op: Op, specs: Sequence[Spec]) -> Plan | None:
         return None  # padding needs the ranks
     names = ["a" if index in _ROWS[op.type] else None for index in range(len(specs))]
     output = "" if op.type in _OF_FILTERS else "a"
-    return by_names(op, specs, names, [output], SUM, padded=True)
+    return by_names(op, specs, names, [output], SUM, padded=_PADDED.get(op.type, True))
 
 
 @rule("Conv2DBackpropInput", "Conv3DBackpropInputV2", "DepthwiseConv2dNativeBackpropInput",
@@ -59,7 +62,7 @@ def input_gradient(op: Op, specs: Sequence[Spec]) -> Plan | None:
             or op.out_rank() != op.rank(-1):
         return None
     middle: list[Spec] = [REPLICATED] * (len(specs) - 2)
-    padded = op.type != "Conv2DBackpropInput"  # these kernels work on no rows
+    padded = _PADDED.get(op.type, True)
     if isinstance(specs[0], Size) and specs[0].at == 0 and specs[0].shards(0) == gradient \
             and op.inputs[0].shape.is_fully_defined():
         return Plan([specs[0], *middle, gradient], [gradient], padded=padded)

@@ -154,7 +154,7 @@ class Plan:
         the op's output on a tower is the plan's, times the tower's share of the rows to this power.
         None where no power makes them equal.
       padded: a tower without rows gets one row of zeros, which is cut off its outputs: for kernels
-        that fail on no rows, or return a wrong shape.
+        that fail on no rows, or return a wrong shape; "CPU" if only those for CPUs do.
       ones: the inputs whose row of padding is of ones.
       sizes: a constant that may replace the last input, a shape, with -1 for the rows. So no tower
         has to compute the shape of its rows.
@@ -175,7 +175,7 @@ class Plan:
     alone: int | None = None
     near: int | None = None
     once: bool = False
-    padded: bool = False
+    padded: bool | str = False
     ones: Sequence[int] = ()
     passes: bool = False
     sizes: Sequence[int] | None = None
