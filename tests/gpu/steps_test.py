@@ -162,8 +162,10 @@ class HostTest(parameterized.TestCase):
             down, up = 5 * len(TOWERS), len(TOWERS) * (2 + weights)
         else:
             # Down: words that XLA gave, or a sparse update makes unique. Up: these and labels of
-            # each; counts of rows of the loss, metrics and means; Adam's count of steps.
-            down, up = len(TOWERS), 4 + weights
+            # each; counts of rows of the loss, metrics and means; Adam's count of steps. Counts of
+            # pixels and the towers' shares, which each tower takes for batch norms.
+            norms = sum(isinstance(layer, kit.layers.BatchNormalization) for layer in model.layers)
+            down, up = len(TOWERS), 4 + weights + norms * len(TOWERS)
         self.assertLessEqual(copies.a_step(DOWN), one.a_step(DOWN) + down, said)
         self.assertLessEqual(copies.a_step(UP), one.a_step(UP) + up, said)
         self.assertGreater(copies.size(BETWEEN), 4 * WIDTH * WIDTH, said)  # the rest was seen

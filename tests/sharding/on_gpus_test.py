@@ -4,7 +4,9 @@ Steps of five kinds of model are traced on logical CPU devices that stand for GP
 device that GPUs have by default.
 """
 
+import collections
 import dataclasses
+import re
 
 import keras
 import pytest
@@ -81,6 +83,12 @@ def traced(name, policy="float32", towers=TOWERS):
                            "balanced").operations
 
 
+def tower_of(operation):
+    """The number of the tower that an operation belongs to; None for what runs once."""
+    found = re.match(r"tower_(\d+)_", operation.traced_name)
+    return int(found[1]) if found else None
+
+
 def by_way_of_the_host(operations):
     """Pairs of what makes a tensor and the bytes, once for each device that takes it, for those
     that cross between the host and a GPU. Of what is packed to cross together: the bytes of one."""
@@ -113,6 +121,18 @@ class StepsTest(parameterized.TestCase):
         back = [each for each, _ in found if each.device != on_gpus.HOST]
         self.assertEmpty([each.traced_name for each in back if not is_made_on_the_host(each)])
         self.assertLessEqual(len(found), CROSSINGS[name])
+
+    def test_moments_are_merged_on_each_tower(self):
+        """Else a tower that has them first goes on, and the others wait for all its next layer."""
+        operations, crossing = traced("convolutions"), collections.Counter()
+        for each in operations:
+            for source in {number for number, _ in each.inputs}:
+                towers = [tower_of(one) for one in (operations[source], each)]
+                if None not in towers and towers[0] != towers[1]:
+                    crossing[(operations[source].type, *towers)] += 1
+        norms = 2
+        self.assertEqual(crossing, {("Pack", start, end): 2 * norms for start in range(TOWERS)
+                                    for end in range(TOWERS) if start != end})
 
     @parameterized.parameters(*CASES)
     def test_peak(self, name):

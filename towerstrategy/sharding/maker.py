@@ -75,6 +75,10 @@ class Maker:
         """The result of ``make`` for each tower."""
         return [make(tower) for tower in range(len(self.towers))]
 
+    def on_each(self, value: Any) -> list[Any]:
+        """A list as it is; any other value for each tower."""
+        return value if isinstance(value, list) else [value] * len(self.towers)
+
     def rows(self, index: int, dtype: tf.DType) -> Ref:
         """The whole size of an input along its sharded dimension."""
         value, spec = self.inputs[index], self.inputs[index].spec
@@ -87,6 +91,18 @@ class Maker:
         shapes = self.make("Shape", [value.parts()], EACH, out_type=tf.int64)
         rows = self.towers.add_up(self._entries(shapes, spec.dim), self.towers.host)
         return rows if dtype == tf.int64 else self.make("Cast", [rows], HOST, DstT=dtype)
+
+    def shares(self, index: int, dtype: tf.DType) -> list[Ref]:
+        """Each tower's number of rows of an input over the whole's."""
+        spec = self.inputs[index].spec
+        assert isinstance(spec, Sharded)
+        if spec.times is not None and of_batch(spec):
+            return self.each(lambda tower: self.towers.share(tower, dtype))
+        shapes = self.make("Shape", [self.parts(index)], EACH, out_type=tf.int64)
+        rows, total = (self.make("Cast", [count], HOST, DstT=dtype) for count in (
+            self._entries(shapes, spec.dim), self.rows(index, tf.int64)))
+        shares: list[Ref] = self.make("DivNoNan", [rows, total], HOST)
+        return shares
 
     def earlier(self, index: int, dtype: tf.DType) -> Ref:
         """The number of rows that a size input counts on all workers before this one."""

@@ -1,8 +1,8 @@
 """Rules for fused batch normalization, with the statistics of the whole batch.
 
 Goes in: an op and the specs of its inputs.  Comes out: its plan.  In training, a tower's kernel
-would take the statistics of the tower's rows.  So the towers' sums over their rows are all-reduced,
-two small tensors a layer, and each tower normalizes its rows by the statistics of all rows.
+would take the statistics of the tower's rows.  So the moments of each tower's rows cross, two small
+tensors a layer, and each tower normalizes its rows by the moments of all rows.
 """
 
 from __future__ import annotations
@@ -66,17 +66,19 @@ def _make_normalized(m: Any, axes: tuple[int, list[int]]) -> list[list[Any]]:
     dtype = m.op.inputs[1].dtype
     moments = _Moments(m, axes, dtype)
     x = _cast(m, m.parts(0), dtype)
-    mean = moments.mean(x)
-    variance = moments.variance(x, mean)
+    mean, variance = moments.of_all(x)
     y = moments.normalized(x, [m.whole(1), m.whole(2), mean, variance])
-    running = [_running(m, 3, mean), _running(m, 4, moments.unbiased(variance))]
+    running = [_running(m, 3, _first(mean)), _running(m, 4, moments.unbiased(_first(variance)))]
     others = [*running, mean, variance, m.constant([], dtype, None)]
-    return [_cast(m, y, m.op.inputs[0].dtype)] + [
-        [moment] * len(m.towers) for moment in others[:len(m.op.outputs) - 1]]
+    return [_cast(m, y, m.op.inputs[0].dtype), *map(m.on_each, others[:len(m.op.outputs) - 1])]
 
 
 def _cast(m: Any, images: list[Any], dtype: tf.DType) -> Any:
     return images if images[0].dtype == dtype else m.make("Cast", [images], EACH, DstT=dtype)
+
+
+def _first(value: Any) -> Any:
+    return value[0] if isinstance(value, list) else value
 
 
 def _running(m: Any, index: int, moment: Any) -> Any:
@@ -92,25 +94,69 @@ def _running(m: Any, index: int, moment: Any) -> Any:
 
 
 class _Moments:
-    """Makes each channel's moments over the rows and pixels of all towers."""
+    """Makes each channel's moments over the rows and pixels of all towers.
+
+    What crosses is merged on each GPU tower: on one of them, its next layer would be in the queue
+    before the result, for which the others then wait.  Many towers, and CPUs, merge it once.
+    """
 
     def __init__(self, m: Any, axes: tuple[int, list[int]], dtype: tf.DType) -> None:
         self._m, self._dtype = m, dtype
+        self._where = EACH if m.towers.exchange else None
         self._channel, self._others = axes
         shape = m.shape(0, tf.int32)
         sizes = m.make("GatherV2", [shape, m.constant(self._others, tf.int32, HOST),
                                     m.constant(0, tf.int32, HOST)], HOST)
         count = m.make("Prod", [sizes, m.constant([0], tf.int32, HOST)], HOST)
-        self.count = m.make("Cast", [count], None, DstT=dtype)
+        self.count = m.make("Cast", [count], HOST, DstT=dtype)
 
-    def mean(self, images: list[Any]) -> Any:
-        """The mean over all rows and pixels."""
+    def of_all(self, images: list[Any]) -> tuple[Any, Any]:
+        """The mean and the variance, from those of each tower, which cross together.
+
+        The variance is the mean of the towers' variances and of their means' squared deviations
+        (Chan, Golub and LeVeque, "Algorithms for computing the sample variance", 1983).
+        """
+        m, axes = self._m, self._m.constant(self._others, tf.int32, EACH)
+        shares = m.make("ExpandDims", [m.make("Pack", m.shares(0, self._dtype), HOST, axis=0),
+                                       m.constant(1, tf.int32, HOST)], HOST)
+
+        def mean_of_towers(values: Any) -> Any:  # those without rows have NaN
+            return self._total(self.make("MulNoNan", [values, shares]))
+
+        means = m.make("Mean", [images, axes], EACH)
+        squares = m.make("SquaredDifference", [images, self._expanded(means)], EACH)
+        means, variances = self._stacked([means, m.make("Mean", [squares, axes], EACH)])
+        mean = mean_of_towers(means)
+        deviations = self.make("SquaredDifference", [means, mean])
+        return mean, mean_of_towers(self.make("AddV2", [variances, deviations]))
+
+    def totals(self, vectors: Sequence[list[Any]]) -> list[Any]:
+        """The sums of the towers' vectors, which cross together."""
+        return list(map(self._total, self._stacked(vectors)))
+
+    def make(self, kind: str, inputs: Sequence[Any]) -> Any:
+        """An operation on what has crossed."""
+        return self._m.make(kind, inputs, self._where)
+
+    def taken(self, index: int) -> Any:
+        """A replicated input, for :meth:`make`."""
+        return self._m.whole(index) if self._where is None else self._m.parts(index)
+
+    def _stacked(self, vectors: Sequence[list[Any]]) -> list[Any]:
+        """Each of several vectors, of all towers of this worker: a row for each tower."""
+        m, count = self._m, len(vectors)
+        parts = m.make("Pack", vectors, EACH, axis=0)
+        stacked = m.make("Pack", parts, None, axis=1) if self._where is None else m.each(
+            lambda tower: m.make("Pack", parts, tower, axis=1))
+        first = m.make("Unpack", [stacked], self._where, num=count, axis=0)
+        return [[ref._replace(output=index) for ref in first] if isinstance(first, list)
+                else first._replace(output=index) for index in range(count)]
+
+    def _total(self, values: Any) -> Any:
+        """The sum over the towers of all workers."""
         m = self._m
-        parts = m.make("Sum", [images, m.constant(self._others, tf.int32, EACH)], EACH)
-        return m.make("RealDiv", [m.towers.add_up(parts, m.home), self.count], None)
-
-    def variance(self, images: list[Any], mean: Any) -> Any:
-        return self.mean(self._m.make("SquaredDifference", [images, self._expanded(mean)], EACH))
+        here = self.make("Sum", [values, m.constant(0, tf.int32, self._where)])
+        return here if isinstance(here, list) else m.towers.across.cross("sum", here, m.home)
 
     def normalized(self, images: list[Any], moments: Sequence[Any]) -> Any:
         """``(image - mean) / deviation * scale + offset``, from scale, offset, mean, variance."""
@@ -125,13 +171,14 @@ class _Moments:
         degrees = m.make("Maximum", [m.make("Sub", [self.count, one], None), one], None)
         return m.make("Mul", [variance, m.make("RealDiv", [self.count, degrees], None)], None)
 
-    def _expanded(self, channels: Any) -> Any:
-        """A vector with a number for each channel, reshaped to broadcast against images."""
+    def _expanded(self, channels: list[Any]) -> list[Any]:
+        """Vectors with a number for each channel, reshaped to broadcast against images."""
         if self._channel == len(self._others):
             return channels
         m = self._m
         shape = [-1 if dim == self._channel else 1 for dim in range(len(self._others) + 1)]
-        return m.make("Reshape", [channels, m.constant(shape, tf.int32, EACH)], EACH)
+        expanded: list[Any] = m.make("Reshape", [channels, m.constant(shape, tf.int32, EACH)], EACH)
+        return expanded
 
 
 @rule("FusedBatchNormGrad", "FusedBatchNormGradV2", "FusedBatchNormGradV3")
@@ -148,6 +195,8 @@ def fused_gradient(op: Op, specs: Sequence[Spec]) -> Plan | None:
     if not op.attr("is_training"):
         return Plan(takes, [spec, SUM, SUM, REPLICATED, REPLICATED], padded=True)
     has_variance = isinstance(specs[4], Variance)
+    if has_variance:
+        takes[4] = specs[4]
     return Plan(takes, [spec, *[REPLICATED] * 4],
                 make=lambda m: _make_gradients(m, axes, has_variance))
 
@@ -162,19 +211,19 @@ def _make_gradients(m: Any, axes: tuple[int, list[int]], has_variance: bool) -> 
     dtype = m.op.inputs[2].dtype
     moments = _Moments(m, axes, dtype)
     dy, x = (_cast(m, m.parts(index), dtype) for index in (0, 1))
-    mean, empty = m.whole(3), m.constant([], dtype, None)
-    variance = m.whole(4) if has_variance else moments.variance(x, mean)
+    mean, empty = moments.taken(3), m.constant([], dtype, None)
+    variance = moments.taken(4) if has_variance else moments.of_all(x)[1]
     direct, *partials = _constant_moment_gradients(
         m, axes, [dy, x, m.whole(2), mean, variance, empty])
-    d_scale, d_offset = (m.towers.add_up(parts, m.home) for parts in partials)
+    d_scale, d_offset = moments.totals(partials)
     epsilon = m.constant(m.op.attr("epsilon"), dtype, None)
-    inverse = m.make("Rsqrt", [m.make("AddV2", [variance, epsilon], None)], None)
-    factor = m.make("RealDiv", [m.make("Mul", [inverse, m.whole(2)], None), moments.count], None)
-    factors = [m.make("Mul", [total, factor], None) for total in (d_scale, d_offset)]
+    inverse = moments.make("Rsqrt", [moments.make("AddV2", [variance, epsilon])])
+    factor = moments.make("RealDiv", [moments.make("Mul", [inverse, m.whole(2)]), moments.count])
+    factors = [moments.make("Mul", [total, factor]) for total in (d_scale, d_offset)]
     dx = m.make("Sub", [direct, moments.normalized(x, [*factors, mean, variance])], EACH)
     unused = m.constant(0, dtype, None)
-    return [_cast(m, dx, m.op.inputs[1].dtype), *([value] * len(m.towers) for value in (
-        d_scale, d_offset, unused, unused))]
+    return [_cast(m, dx, m.op.inputs[1].dtype),
+            *map(m.on_each, (d_scale, d_offset, unused, unused))]
 
 
 def _constant_moment_gradients(m: Any, axes: tuple[int, list[int]],
