@@ -113,7 +113,7 @@ class KerasTest(parameterized.TestCase):
     def test_is_as_one_device(self, kit):
         """Lost otherwise: XLA with several devices, or the result of one."""
         def layers():
-            return [dense(kit, 4, "tanh"), dense(kit, 1)]
+            return [dense(kit, 4, "tanh"), dense(kit, 5, "tanh"), dense(kit, 1)]
 
         wanted = results(model_of(kit, layers, None, False))
         model = model_of(kit, layers, towers(), True)
@@ -129,8 +129,8 @@ class KerasTest(parameterized.TestCase):
         towers' gradients begins when the others have ended."""
         strategy = towerstrategy.TowerStrategy(["CPU:1", "CPU:2", "CPU:3"], merge_device)
         with strategy.scope():
-            model = keras.Sequential([keras.Input([3]), dense(keras, 4, "tanh"), dense(keras, 1)])
-            model.compile(keras.optimizers.Adam(clipnorm=1.), "mse", jit_compile=True)
+            model = keras.Sequential([keras.Input([3]), dense(keras, 4, "gelu"), dense(keras, 1)])
+            model.compile(keras.optimizers.Nadam(clipnorm=1.), "mse", jit_compile=True)
         with mock.patch.object(xla, "WEIGHTS_PER_FUNCTION", 1), marked() as operations:
             model.train_on_batch(ROWS, TARGETS)
         owners = collections.defaultdict(set)
@@ -147,10 +147,10 @@ class KerasTest(parameterized.TestCase):
         """Lost otherwise: weights that cross while a tower computes. One that is compiled as a
         whole begins when the last weight is there."""
         def layers():
-            return [dense(keras, 4, "tanh"), dense(keras, 5, "tanh"), dense(keras, 1)]
+            return [*(dense(keras, units, "tanh") for units in (4, 4, 5)), dense(keras, 1)]
 
         wanted = results(model_of(keras, layers, None, False))
-        kernels = 4 * (3 * 4 + 4 * 5)  # bytes of the first two
+        kernels = 4 * (3 * 4 + 4 * 4 + 4 * 5)  # bytes of the first three
         with mock.patch.object(xla, "WEIGHTS_PER_FUNCTION", kernels), marked() as operations:
             assert_same(results(model_of(keras, layers, towers(2), True)), wanted)
         stretches = collections.defaultdict(list)
@@ -160,7 +160,7 @@ class KerasTest(parameterized.TestCase):
                 stretches[owner].append(int(stretch))
         self.assertGreater(len(stretches), 1)
         for numbers in stretches.values():
-            self.assertSequenceEqual(numbers[:3], [0, 1, 1])
+            self.assertSequenceEqual(numbers[:4], [0, 0, 1, 1])
 
     @wide.parameters(
         (keras, ["CPU:1", "CPU:2"], 2),

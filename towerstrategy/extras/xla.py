@@ -11,7 +11,8 @@ gets a new function after each :data:`WEIGHTS_PER_FUNCTION` bytes of weights, so
 layers do not wait for the weights of the last ones.
 
 Some operations are not compiled: see docs/xla.md.  Nor are those with few elements, unless their
-results are constant and compiled operations use them.
+results are constant and compiled operations use them, or stretches of fewer than :data:`FEWEST`
+operations: starting a compiled function takes as long as several kernels.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from towerstrategy import _tensorflow as _tf
 from towerstrategy.placement import scopes
 
 SMALL = 8  # elements of inputs and outputs up to which compiling does not pay
+FEWEST = 5  # connected operations to compile; with fewer, starting takes longer than it saves
 WEIGHTS_PER_FUNCTION = 2**27  # bytes; with less, a GPU computes while it has to send weights on
 
 _FED = ("Placeholder", "PlaceholderWithDefault")
@@ -58,11 +60,13 @@ class Xla:
                 if owner and tf.variant not in _dtypes(operation):
                     number = 0 if owner == scopes.UPDATE else weights.function_of(operation)
                     marked[operation] = f"{owner} {operation.device} {number}"
-                    _tf.compile_by_xla(operation, marked[operation])
             elif missing and missing not in self._missing and not operation.op_def.is_stateful:
                 self._missing.add(missing)
                 _log.info("%s (%s) is not compiled though jit_compile=True: XLA does not have it.",
                           missing, scopes.plain_name(operation.name))
+        marked = _without_short_stretches(marked)
+        for operation, scope in marked.items():
+            _tf.compile_by_xla(operation, scope)
         for operation in small:  # for uncompiled consumers, TensorFlow makes these again outside
             owner = f"{scopes.owner_in(operation.name)} "
             consumers = (marked.get(consumer, "") for tensor in operation.outputs
@@ -70,6 +74,21 @@ class Xla:
             scope = next((scope for scope in consumers if scope.startswith(owner)), "")
             if scope and _is_constant(operation):
                 _tf.compile_by_xla(operation, scope)
+
+
+def _without_short_stretches(marked: dict[tf.Operation, str]) -> dict[tf.Operation, str]:
+    """Those of ``marked`` that are connected to enough others of the same scope."""
+    stretches: dict[tf.Operation, list[tf.Operation]] = {}
+    for operation, scope in marked.items():
+        stretch = stretches[operation] = [operation]
+        for tensor in operation.inputs:
+            other = stretches.get(tensor.op, stretch)
+            if other is not stretch and marked[tensor.op] == scope:
+                stretch, other = sorted((stretch, other), key=len, reverse=True)
+                stretch += other
+                stretches.update(dict.fromkeys(other, stretch))
+    return {operation: scope for operation, scope in marked.items()
+            if len(stretches[operation]) >= FEWEST}
 
 
 class _WeightCounter:
