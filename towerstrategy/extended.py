@@ -101,8 +101,9 @@ class TowerExtended(_tf.StrategyExtended):
     @contextlib.contextmanager
     def step(self, compiles: bool = False) -> Iterator[None]:
         """A context for a Keras step; ``compiles``: whether XLA compiles the towers' operations."""
-        with self.cpu.step(len(self.placement.towers)) if self.cpu else contextlib.nullcontext(), \
-                self.modes.within(keras_step=True, compiles=compiles):
+        optimizer = self.cpu.step(len(self.placement.towers)) if self.cpu else \
+            _tf.graph_optimizer(light=False) if compiles else contextlib.nullcontext()
+        with optimizer, self.modes.within(keras_step=True, compiles=compiles):
             yield
 
     def call_step(self, call: Callable[[Any], Any], iterator: Any, compiles: bool,

@@ -14,7 +14,10 @@ class GraphOptimizerTest(absltest.TestCase):
         rewrites = config.graph_options.rewrite_options
 
         def lightly():
-            options = functions._light(config.SerializeToString(), None)
+            return options(light=True)
+
+        def options(light):
+            options = functions._options(config.SerializeToString(), None, light)
             found = tf.compat.v1.ConfigProto.FromString(options.config_proto_serialized)
             return found.graph_options.rewrite_options
 
@@ -24,3 +27,5 @@ class GraphOptimizerTest(absltest.TestCase):
         self.assertEqual(lightly().optimizers, ["dependency"])
         rewrites.constant_folding = rewrites.OFF
         self.assertEqual(lightly(), rewrites)
+        self.assertEqual(options(light=False).constant_folding, rewrites.OFF)
+        self.assertEqual(options(light=False).remapping, rewrites.OFF)

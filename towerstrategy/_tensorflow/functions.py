@@ -180,15 +180,17 @@ def function_definition(graph: tf.Graph, name: str) -> Any:
 
 
 @contextlib.contextmanager
-def light_graph_optimizer() -> Iterator[None]:
-    """A context in which Grappler only removes needless identities and control dependencies.
+def graph_optimizer(light: bool) -> Iterator[None]:
+    """A context in which Grappler does less for functions that this thread calls.
 
-    This holds for functions that this thread calls.  If the user has set options of Grappler
-    (``tf.config.optimizer.set_experimental_options``), these options hold.
+    ``light``: it only removes needless identities and control dependencies, unless the user has set
+    options (``tf.config.optimizer.set_experimental_options``).  Else its remapper is off, which
+    fuses operations, some of which are marked for XLA, to kernels that XLA does not have.
     """
     context = eager_context.context()
     before = context.function_call_options
-    context.function_call_options = _light(before.config_proto_serialized, before.executor_type)
+    context.function_call_options = _options(
+        before.config_proto_serialized, before.executor_type, light)
     try:
         yield
     finally:
@@ -196,10 +198,12 @@ def light_graph_optimizer() -> Iterator[None]:
 
 
 @functools.cache
-def _light(config: bytes, executor_type: str | None) -> Any:
+def _options(config: bytes, executor_type: str | None, light: bool) -> Any:
     proto = tf.compat.v1.ConfigProto.FromString(config)
     rewrites = proto.graph_options.rewrite_options
-    if {field.name for field, _ in rewrites.ListFields()} <= {
+    if not light:
+        rewrites.remapping = rewrites.OFF
+    elif {field.name for field, _ in rewrites.ListFields()} <= {
             "scoped_allocator_optimization", "scoped_allocator_opts"}:  # set for several machines
         rewrites.optimizers[:] = ["dependency"]
         rewrites.meta_optimizer_iterations = rewrites.ONE

@@ -25,7 +25,7 @@ def step(towers: int) -> contextlib.AbstractContextManager[None]:
     Its time grows with the towers, and no gain was measured (benchmarks/RESULTS.md).  GPU towers
     keep it, for the memory layouts that it chooses there.
     """
-    return _tf.light_graph_optimizer() if towers > 1 else contextlib.nullcontext()
+    return _tf.graph_optimizer(light=True) if towers > 1 else contextlib.nullcontext()
 
 
 def adam(optimizer: Any, numbers: Mapping[str, tf.Tensor]) -> Callable[..., None] | None:
