@@ -64,6 +64,7 @@ class Operation:
     accessed_bytes: int = 0  # that it reads and writes; set if there is no query
     traced_name: str = ""  # its name in the traced graph
     link: str = ""  # the link that it occupies, if it does not run on its device
+    starting: float = 0.0  # seconds that the executor needs to start it, beside links.EXECUTOR
     xla_scope: str = ""  # XLA compiles operations of the same scope together; "": not compiled
     traced: tf.Operation | None = None
 

@@ -66,6 +66,7 @@ def clusters(operations: Sequence[flat.Operation], seconds: dict[str, float],
     """The operations of a step, with one for each XLA cluster, and their seconds by name.
 
     A cluster takes as long as its kernels (:func:`kernels`), each at least the time of a launch.
+    The host needs ``links.COMPILED`` to start it.
 
     Args:
       operations, seconds, machine: as for :func:`kernels`.
@@ -83,7 +84,8 @@ def clusters(operations: Sequence[flat.Operation], seconds: dict[str, float],
     for each in inside:
         if each.xla_scope and each.type not in flat.FREE:
             seconds[each.xla_scope] += max(costs[each.name], links.LAUNCH["GPU"] / factor)
-    return merged, seconds
+    return [dataclasses.replace(each, starting=links.COMPILED)
+            if each.xla_scope and each.type not in flat.FREE else each for each in merged], seconds
 
 
 def _forward_writes(operations: Sequence[flat.Operation]) -> list[flat.Operation]:

@@ -162,7 +162,8 @@ class _Simulation:
         operation, time = self._operations[number], self._times[number]
         host = operation.device.startswith("CPU")
         free = operation.type in flat.FREE
-        begin = now if host or free else now + links.EXECUTOR
+        starting = now if free else now + links.EXECUTOR + operation.starting
+        begin = now if host else starting
         if time:
             occupied = operation.link or operation.device
             begin = max(begin, self._free_at[occupied], self._free_at[operation.device])
@@ -175,9 +176,8 @@ class _Simulation:
         # Readers may start when an operation of a CPU or of the ring has ended, but when a kernel
         # is in the stream.
         ahead = not (host or operation.link)
-        started = now if free else now + links.EXECUTOR
-        self._at(started if ahead else end, self._launched, number)
-        return end if host else started
+        self._at(starting if ahead else end, self._launched, number)
+        return end if host else starting
 
     def _launched(self, now: float, number: int) -> None:
         for copy in self._copies[number].values():
