@@ -18,6 +18,7 @@ from unittest import mock
 import tensorflow as tf
 
 from towerstrategy.placement import devices as devices_lib, peers
+from towerstrategy.sharding import towers as sharding_towers
 
 HOST = "CPU:0"
 
@@ -44,6 +45,8 @@ def tracing(peer_gpus: Mapping[int, frozenset[int]] | None = None, cudnn: bool =
         for name, value in (("on_cpu", False), ("towers_on_host", False)):
             stack.enter_context(mock.patch.object(placement, name, value))
         stack.enter_context(mock.patch.object(peers, "reached", lambda: reached))
+        stack.enter_context(mock.patch.object(
+            sharding_towers.Towers, "must_pad", lambda _, plan: plan.padded is True))
         if cudnn:
             stack.enter_context(mock.patch.object(placement, "kinds", frozenset({"GPU"})))
         if cudnn and rnn is not None:
