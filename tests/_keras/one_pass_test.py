@@ -151,6 +151,19 @@ class UpdateTest(parameterized.TestCase):
         self.assert_same(found, trained(tf_keras, compiled, None)[0])
         self.assertEqual(bool(kernels(operations)), name == "adam")
 
+    @wide.product(kit=tuple(KITS), of_all=(False, True))
+    def test_gradients_of_unknown_sizes(self, kit, of_all):
+        """Else dense layers on sequences, whose gradients have an open size, get a dozen passes;
+        or a gradient that Keras broadcasts is refused by a kernel."""
+        def opened(gradient):
+            if of_all:
+                gradient = tf.reduce_sum(gradient, 0, keepdims=True)
+            return tf.raw_ops.PlaceholderWithDefault(input=gradient, shape=[None] * gradient.shape.rank)
+
+        found, operations = trained(KITS[kit], KERNELS["adam"], two_towers(), gradient_of=opened)
+        self.assert_same(found, trained(KITS[kit], KERNELS["adam"], None, gradient_of=opened)[0])
+        self.assertTrue(kernels(operations))
+
     @parameterized.product(kit=tuple(KITS))
     def test_other_gradients_and_weights(self, kit):
         """Else gradients of another shape and float64 weights fail in a kernel."""

@@ -120,12 +120,14 @@ class Step:
             slots = {name: slot(attribute) for name, attribute in kernel.slots.items()}
             if not all(_slot_matches(each, variable) for each in slots.values()):
                 return False
+            if not (is_sparse or gradient.shape.is_fully_defined()):  # kernels do not broadcast
+                gradient = tf.broadcast_to(gradient, variable.shape)
             apply(variable, gradient, **slots)
         return True
 
 
 def _are_supported(variable: Any, gradient: Any) -> bool:
-    """Whether kernels take these dtypes and shapes; they do not cast or broadcast."""
+    """Whether kernels take these dtypes and shapes; they do not cast."""
     if not (isinstance(variable, one_copy.TowerVariable) and variable.dtype == _DTYPE
             and gradient.dtype == _DTYPE):
         return False
@@ -136,7 +138,7 @@ def _are_supported(variable: Any, gradient: Any) -> bool:
         return (not _tf.is_eager(values) and values.shape.rank == variable.shape.rank
                 and values.shape[1:] == variable.shape[1:])
     return (isinstance(gradient, tf.Tensor) and not _tf.is_eager(gradient)
-            and gradient.shape.is_fully_defined() and gradient.shape == variable.shape)
+            and gradient.shape.is_compatible_with(variable.shape))
 
 
 def _slot_matches(slot: Any, variable: Any) -> bool:
