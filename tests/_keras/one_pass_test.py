@@ -158,7 +158,8 @@ class UpdateTest(parameterized.TestCase):
         def opened(gradient):
             if of_all:
                 gradient = tf.reduce_sum(gradient, 0, keepdims=True)
-            return tf.raw_ops.PlaceholderWithDefault(input=gradient, shape=[None] * gradient.shape.rank)
+            return tf.raw_ops.PlaceholderWithDefault(
+                input=gradient, shape=[None] * gradient.shape.rank)
 
         found, operations = trained(KITS[kit], KERNELS["adam"], two_towers(), gradient_of=opened)
         self.assert_same(found, trained(KITS[kit], KERNELS["adam"], None, gradient_of=opened)[0])
