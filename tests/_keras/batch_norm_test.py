@@ -197,6 +197,22 @@ class BatchNormTest(parameterized.TestCase):
             crossings[name] = strategy.extended.crossings["reduce"]
         self.assertEqual(*crossings.values())
 
+    def test_a_batch_without_rows(self):
+        """Else the moving statistics are others than one device's, whose kernel gives NaN; with any
+        strategy tf_keras keeps them."""
+        strategy, rows = towerstrategy.TowerStrategy(DEVICES[:TOWERS]), tf.zeros([0, *IMAGE])
+
+        def moved(scope, function, batch):
+            with scope, dtypes.policy(keras, "float32"):
+                layer = keras.layers.BatchNormalization()
+                layer.build(rows.shape)
+            function(lambda rows: layer(rows, training=True))(batch)
+            return [np.array(weight) for weight in layer.weights]
+
+        np.testing.assert_equal(
+            moved(strategy.scope(), strategy.function, strategy.split(rows)),
+            moved(contextlib.nullcontext(), tf.function, rows))
+
 
 if __name__ == "__main__":
     absltest.main()

@@ -93,15 +93,16 @@ class Maker:
         return rows if dtype == tf.int64 else self.make("Cast", [rows], HOST, DstT=dtype)
 
     def shares(self, index: int, dtype: tf.DType) -> list[Ref]:
-        """Each tower's number of rows of an input over the whole's."""
-        spec = self.inputs[index].spec
+        """Each tower's number of rows of an input over the whole's; NaN if this has no rows."""
+        spec, towers = self.inputs[index].spec, self.towers
         assert isinstance(spec, Sharded)
         if spec.times is not None and of_batch(spec):
-            return self.each(lambda tower: self.towers.share(tower, dtype))
-        shapes = self.make("Shape", [self.parts(index)], EACH, out_type=tf.int64)
-        rows, total = (self.make("Cast", [count], HOST, DstT=dtype) for count in (
-            self._entries(shapes, spec.dim), self.rows(index, tf.int64)))
-        shares: list[Ref] = self.make("DivNoNan", [rows, total], HOST)
+            rows, total = self.each(lambda tower: towers.count(tower, dtype)), towers.total(dtype)
+        else:
+            shapes = self.make("Shape", [self.parts(index)], EACH, out_type=tf.int64)
+            rows, total = (self.make("Cast", [count], HOST, DstT=dtype) for count in (
+                self._entries(shapes, spec.dim), self.rows(index, tf.int64)))
+        shares: list[Ref] = self.make("RealDiv", [rows, total], HOST)
         return shares
 
     def earlier(self, index: int, dtype: tf.DType) -> Ref:
