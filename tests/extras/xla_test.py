@@ -162,6 +162,28 @@ class KerasTest(parameterized.TestCase):
         for numbers in stretches.values():
             self.assertSequenceEqual(numbers[:4], [0, 0, 1, 1])
 
+    def test_weights_leave_before_the_forward_pass_begins(self):
+        """Lost otherwise: towers at the same time. On GPUs a copy waits for what runs already, so
+        that the others would get a tower's weights behind its forward pass."""
+        strategy = towerstrategy.TowerStrategy(["CPU:1", "CPU:2"], "balanced")
+        with strategy.scope():
+            model = keras.Sequential([keras.Input([3]), *(
+                dense(keras, units, "tanh") for units in (16, 17, 18)), dense(keras, 1)])
+            model.compile("sgd", "mse", jit_compile=True)
+        with marked() as operations:
+            model.train_on_batch(ROWS, TARGETS)
+        first = {}
+        for one in operations:
+            first.setdefault(one.get_attr("_XlaScope"), one)
+        for number, name in enumerate(("tower_0_CPU_1", "tower_1_CPU_2")):
+            one, = (one for scope, one in first.items() if scope.decode().startswith(name))
+            gate, = one.control_inputs
+            sent = [each for each in gate.control_inputs if any(
+                consumer.device[-5:] == f"CPU:{2 - number}"
+                for tensor in each.outputs for consumer in tensor.consumers())]
+            self.assertNotEmpty(sent)
+            self.assertLen(sent, len(gate.control_inputs))
+
     @wide.parameters(
         (keras, ["CPU:1", "CPU:2"], 2),
         (tf_keras, [["CPU:1", "CPU:2"], ["CPU:3", "CPU:4"]], 1),

@@ -47,7 +47,8 @@ class Xla:
     def mark(self, graph: tf.Graph, operations: Iterable[tf.Operation] | None = None) -> None:
         """Marks those of ``operations``, by default all of ``graph``, that XLA can compile."""
         weights, small, marked = _WeightCounter(), [], {}
-        for operation in graph.get_operations() if operations is None else operations:
+        operations = graph.get_operations() if operations is None else list(operations)
+        for operation in operations:
             kind = self._devices.get(operation.device)
             if kind is None or _is_small(operation):
                 small += [operation] if kind else []
@@ -67,6 +68,7 @@ class Xla:
         marked = _without_short_stretches(marked)
         for operation, scope in marked.items():
             _tf.compile_by_xla(operation, scope)
+        self._send_first(graph, operations, marked)
         for operation in small:  # for uncompiled consumers, TensorFlow makes these again outside
             owner = f"{scopes.owner_in(operation.name)} "
             consumers = (marked.get(consumer, "") for tensor in operation.outputs
@@ -74,6 +76,35 @@ class Xla:
             scope = next((scope for scope in consumers if scope.startswith(owner)), "")
             if scope and _is_constant(operation):
                 _tf.compile_by_xla(operation, scope)
+
+
+    def _send_first(self, graph: tf.Graph, operations: Iterable[tf.Operation],
+                    marked: dict[tf.Operation, str]) -> None:
+        """Starts a device's compiled functions after it has sent what is made of variables alone.
+
+        A copy waits for all that its GPU has been given to do (``gpu/gpu_util.cc``), so that the
+        other towers would wait for this one's forward pass.
+        """
+        known, early = set(operations), set[tf.Operation]()
+        sent: dict[str, list[tf.Operation]] = collections.defaultdict(list)
+        for operation in operations:
+            before = {*(tensor.op for tensor in operation.inputs), *operation.control_inputs}
+            if not scopes.owner_in(operation.name) and early.issuperset(before & known):
+                early.add(operation)
+                devices = {consumer.device for tensor in operation.outputs
+                           for consumer in tensor.consumers()} & set(self._devices)
+                if operation.device in self._devices and devices - {operation.device}:
+                    sent[operation.device].append(operation)
+        first: dict[str, tf.Operation] = {}
+        for operation, scope in marked.items():
+            first.setdefault(scope, operation)
+        with graph.as_default():
+            for device, made in sent.items():
+                with tf.device(device), tf.control_dependencies(made):
+                    gate = tf.no_op()
+                for operation in first.values():
+                    if operation.device == device and scopes.TOWER.search(operation.name):
+                        _tf.add_control_input(operation, gate)
 
 
 def _without_short_stretches(marked: dict[tf.Operation, str]) -> dict[tf.Operation, str]:
