@@ -6,7 +6,6 @@ device that GPUs have by default.
 
 import collections
 import dataclasses
-import re
 
 import keras
 import pytest
@@ -16,6 +15,7 @@ from absl.testing import absltest, parameterized
 import dtypes
 from benchmarks import flat, gpus, kernels, links, memory, on_gpus, schedule
 from towerstrategy import _tensorflow as _tf
+from towerstrategy.placement import scopes
 
 pytestmark = pytest.mark.wide
 
@@ -83,12 +83,6 @@ def traced(name, policy="float32", towers=TOWERS):
                            "balanced").operations
 
 
-def tower_of(operation):
-    """The number of the tower that an operation belongs to; None for what runs once."""
-    found = re.match(r"tower_(\d+)_", operation.traced_name)
-    return int(found[1]) if found else None
-
-
 def by_way_of_the_host(operations):
     """Pairs of what makes a tensor and the bytes, once for each device that takes it, for those
     that cross between the host and a GPU. Of what is packed to cross together: the bytes of one."""
@@ -127,9 +121,10 @@ class StepsTest(parameterized.TestCase):
         operations, crossing = traced("convolutions"), collections.Counter()
         for each in operations:
             for source in {number for number, _ in each.inputs}:
-                towers = [tower_of(one) for one in (operations[source], each)]
-                if None not in towers and towers[0] != towers[1]:
-                    crossing[(operations[source].type, *towers)] += 1
+                start, end = (scopes.TOWER.match(one.traced_name)
+                              for one in (operations[source], each))
+                if start and end and start[1] != end[1]:
+                    crossing[operations[source].type, int(start[1]), int(end[1])] += 1
         norms = 2
         self.assertEqual(crossing, {("Pack", start, end): 2 * norms for start in range(TOWERS)
                                     for end in range(TOWERS) if start != end})

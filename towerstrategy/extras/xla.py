@@ -77,7 +77,6 @@ class Xla:
             if scope and _is_constant(operation):
                 _tf.compile_by_xla(operation, scope)
 
-
     def _send_first(self, graph: tf.Graph, operations: Iterable[tf.Operation],
                     marked: dict[tf.Operation, str]) -> None:
         """Starts a device's compiled functions after it has sent what is made of variables alone.
@@ -91,9 +90,9 @@ class Xla:
             before = {*(tensor.op for tensor in operation.inputs), *operation.control_inputs}
             if not scopes.owner_in(operation.name) and early.issuperset(before & known):
                 early.add(operation)
-                devices = {consumer.device for tensor in operation.outputs
-                           for consumer in tensor.consumers()} & set(self._devices)
-                if operation.device in self._devices and devices - {operation.device}:
+                if operation.device in self._devices and any(
+                        consumer.device in self._devices and consumer.device != operation.device
+                        for tensor in operation.outputs for consumer in tensor.consumers()):
                     sent[operation.device].append(operation)
         first: dict[str, tf.Operation] = {}
         for operation, scope in marked.items():

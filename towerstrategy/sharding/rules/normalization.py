@@ -171,14 +171,13 @@ class _Moments:
         degrees = m.make("Maximum", [m.make("Sub", [self.count, one], None), one], None)
         return m.make("Mul", [variance, m.make("RealDiv", [self.count, degrees], None)], None)
 
-    def _expanded(self, channels: list[Any]) -> list[Any]:
+    def _expanded(self, channels: list[Any]) -> Any:
         """Vectors with a number for each channel, reshaped to broadcast against images."""
         if self._channel == len(self._others):
             return channels
         m = self._m
         shape = [-1 if dim == self._channel else 1 for dim in range(len(self._others) + 1)]
-        expanded: list[Any] = m.make("Reshape", [channels, m.constant(shape, tf.int32, EACH)], EACH)
-        return expanded
+        return m.make("Reshape", [channels, m.constant(shape, tf.int32, EACH)], EACH)
 
 
 @rule("FusedBatchNormGrad", "FusedBatchNormGradV2", "FusedBatchNormGradV3")
