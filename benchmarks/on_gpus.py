@@ -18,7 +18,7 @@ from unittest import mock
 import tensorflow as tf
 
 from towerstrategy.placement import devices as devices_lib, peers
-from towerstrategy.sharding import towers as sharding_towers
+from towerstrategy.sharding import traffic
 
 HOST = "CPU:0"
 
@@ -46,7 +46,7 @@ def tracing(peer_gpus: Mapping[int, frozenset[int]] | None = None, cudnn: bool =
             stack.enter_context(mock.patch.object(placement, name, value))
         stack.enter_context(mock.patch.object(peers, "reached", lambda: reached))
         stack.enter_context(mock.patch.object(
-            sharding_towers.Towers, "must_pad", lambda _, plan: plan.padded is True))
+            traffic.Traffic, "pads", lambda _, plan: plan.padded is True))
         if cudnn:
             stack.enter_context(mock.patch.object(placement, "kinds", frozenset({"GPU"})))
         if cudnn and rnn is not None:

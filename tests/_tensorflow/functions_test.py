@@ -29,3 +29,5 @@ class GraphOptimizerTest(absltest.TestCase):
         self.assertEqual(lightly(), rewrites)
         self.assertEqual(options(light=False).constant_folding, rewrites.OFF)
         self.assertEqual(options(light=False).remapping, rewrites.OFF)
+        rewrites.remapping = rewrites.ON
+        self.assertEqual(options(light=False).remapping, rewrites.ON)

@@ -27,7 +27,6 @@ from towerstrategy import _tensorflow as _tf
 from towerstrategy.sharding.builder import Builder
 from towerstrategy.sharding.partition import Partition
 from towerstrategy.sharding.propagate import Layout, propagate
-from towerstrategy.sharding.rules.registry import Plan
 from towerstrategy.sharding.spec import (
     REPLICATED,
     Axes,
@@ -309,13 +308,6 @@ def _can_be_fetched(tensor: tf.Tensor) -> bool:
     return tensor.dtype not in (tf.variant, tf.resource)
 
 
-class _Towers(Towers):
-    """Towers with the nodes of GPUs, but for the padding that kernels of CPUs need."""
-
-    def must_pad(self, plan: Plan) -> bool:
-        return bool(plan.padded)
-
-
 class _Emitter:
     """Makes the towers' operations of claims in the default graph, with one import."""
 
@@ -323,7 +315,7 @@ class _Emitter:
         self._sample, self._rows = sample, rows
         builder = self._builder = Builder(tf.compat.v1.get_default_graph())
         counts = [builder.constant(count, tf.int64, "") for count in rows]
-        self._towers = _Towers(
+        self._towers = Towers(
             builder,
             stage_devices=[[""]] * len(rows),
             merge="",

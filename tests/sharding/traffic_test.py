@@ -30,6 +30,20 @@ class TrafficTest(parameterized.TestCase):
         self.assertEqual(layout.outputs, [wanted])
         self.assertEmpty(layout.fallbacks)
 
+    @parameterized.parameters(True, False)
+    def test_padding_for_kernels_of_cpus(self, cpus):
+        """Else a convolution of no rows fails on a CPU tower beside GPUs; or each GPU tower gives a
+        copy of each layer's input, and no tower can run a loop of convolutions alone."""
+        def step(images, kernel):
+            return tf.while_loop(lambda step, images: step < 3, lambda step, images: (
+                step + 1, tf.nn.conv2d(images, kernel, 1, "SAME")), (0, images))[1]
+
+        layout = layout_of(step, [[None, 4, 4, 2], [3, 3, 2, 2]], [Sharded(0), REPLICATED],
+                           Traffic(4, 256, cpus=cpus))
+        loop, = (plan for plan in layout.plans.values() if isinstance(plan, propagate.Nested))
+        padded = [plan.padded for plan in loop.layouts[1].plans.values()]
+        self.assertEqual((any(padded), loop.local), (cpus, not cpus))
+
     def test_loops_stay_a_towers_own(self):
         """Else an RNN's backward loop, in which no tower needs another's, turns for all at once."""
         def looped(x, dy):

@@ -183,9 +183,9 @@ def function_definition(graph: tf.Graph, name: str) -> Any:
 def graph_optimizer(light: bool) -> Iterator[None]:
     """A context in which Grappler does less for functions that this thread calls.
 
-    ``light``: it only removes needless identities and control dependencies, unless the user has set
-    options (``tf.config.optimizer.set_experimental_options``).  Else its remapper is off, which
-    fuses operations, some of which are marked for XLA, to kernels that XLA does not have.
+    ``light``: it only removes needless identities and control dependencies.  Else its remapper is
+    off, which fuses operations that are marked for XLA to kernels that XLA does not have.  What the
+    user has set stays (``tf.config.optimizer.set_experimental_options``).
     """
     context = eager_context.context()
     before = context.function_call_options
@@ -202,7 +202,7 @@ def _options(config: bytes, executor_type: str | None, light: bool) -> Any:
     proto = tf.compat.v1.ConfigProto.FromString(config)
     rewrites = proto.graph_options.rewrite_options
     if not light:
-        rewrites.remapping = rewrites.OFF
+        rewrites.remapping = rewrites.remapping or rewrites.OFF  # 0: not set
     elif {field.name for field, _ in rewrites.ListFields()} <= {
             "scoped_allocator_optimization", "scoped_allocator_opts"}:  # set for several machines
         rewrites.optimizers[:] = ["dependency"]

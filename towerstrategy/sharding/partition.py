@@ -186,7 +186,7 @@ class Partition:
                    controls: list[str], towers: Towers) -> list[Value]:
         """The outputs of an operation that runs on each tower."""
         rows = None
-        if plan.padded and towers.replicas > 1 and towers.must_pad(plan):
+        if plan.padded and towers.replicas > 1:
             values, rows = padded(values, plan.ones)
         if plan.sizes is not None:
             values = [*values[:-1], values[-1].as_constant(plan.sizes, operation.inputs[-1].dtype)]

@@ -196,6 +196,8 @@ class _Propagation:
             layout.fallbacks.append(operation)  # not sparse updates, which always take all rows
         if not self._depth and not isinstance(plan, Nested):
             plan = self._traffic.cheaper(operation, plan, list(specs))
+        if plan.padded and not self._traffic.pads(plan):
+            plan = dataclasses.replace(plan, padded=False)
         layout.plans[operation.name] = plan
         if operation.outputs and layout.graph is self._graph:  # other callers share a body's shapes
             registry.set_static_shape(operation.outputs[0], plan)

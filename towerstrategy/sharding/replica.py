@@ -252,8 +252,6 @@ class ReplicaPartition(Partition):
         """The outputs of an operation that each tower runs."""
         padded_plan = plan.padded_plan
         towers = self._towers.at(self._stages.get(operation.name, self._towers.stage))
-        if padded_plan is not None and not towers.must_pad(padded_plan):
-            padded_plan = None
         device = operation.definition.device
         device = "" if device in self._towers.stage_devices[0] else device
         home = device or self._variable_device(operation, values)

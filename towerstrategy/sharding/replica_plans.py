@@ -89,8 +89,10 @@ class Plans:
 
     def on_each_tower(self, operation: Op, specs: Sequence[Spec], states: Contract) -> OnEachTower:
         """The plan of an operation that each tower runs."""
+        padded = states.padded.get(operation.name)
+        pads = self._pads and padded is not None and self._traffic.pads(padded)
         return OnEachTower(specs, [PER_TOWER] * len(operation.outputs),
-                           padded_plan=states.padded.get(operation.name) if self._pads else None,
+                           padded_plan=padded if pads else None,
                            layouts=self._layouts(operation, states))
 
     def _layouts(self, operation: Op, states: Contract) -> list[Layout]:

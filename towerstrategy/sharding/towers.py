@@ -14,11 +14,10 @@ from typing import Any, TypeVar
 
 import tensorflow as tf
 
-from towerstrategy.placement import names, peers
+from towerstrategy.placement import peers
 from towerstrategy.sharding import relays
 from towerstrategy.sharding.across import Across
 from towerstrategy.sharding.builder import Builder, Ref
-from towerstrategy.sharding.rules.registry import Plan
 
 MOST_TO_EXCHANGE = 8  # towers: the copies grow with the square
 
@@ -73,7 +72,6 @@ class Towers:
         self.builder, self.merge, self.host = builder, merge, host
         self.stage_devices, self.devices = stage_devices, [row[0] for row in stage_devices]
         self.scopes, self.on_cpu, self.draws_rows = scopes, on_cpu, draws_rows
-        self._some_on_cpu = "CPU" in {names.kind_of(name) for row in stage_devices for name in row}
         self.places = {} if on_cpu else relays.places_of(stage_devices)
         self.detours = relays.detours(self.places, peers.reached() if self.places else {})
         self._counts = counts
@@ -186,10 +184,6 @@ class Towers:
     def exchange(self) -> bool:
         """Whether towers send small tensors to each other, rather than to one that merges them."""
         return not self.on_cpu and self.across.workers is None and len(self) <= MOST_TO_EXCHANGE
-
-    def must_pad(self, plan: Plan) -> bool:
-        """Whether towers without rows need a row of padding for an operation of this plan."""
-        return plan.padded is True or plan.padded == "CPU" and self._some_on_cpu
 
     def shapes_on(self, tower: int) -> str:
         """The device that makes a tower's shapes: the tower if it is a CPU, else the host."""
