@@ -123,7 +123,7 @@ class RecurrentTest(parameterized.TestCase):
                     run(*strategy.split(batch))
         self.assert_same(model, own)
 
-    @wide.parameters("masked", wide=["plain"])
+    @wide.parameters(wide=["masked", "plain"])
     def test_towers_of_a_loop(self, name):
         """A loop with tf_keras on several GPUs would end with an error at a small last batch."""
         model = trained(tf_keras, name)

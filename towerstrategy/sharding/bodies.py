@@ -8,6 +8,7 @@ functions of the operation take that argument.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from towerstrategy import _tensorflow as _tf
 from towerstrategy.sharding import graphs, packing
 from towerstrategy.sharding.across import Across
 from towerstrategy.sharding.builder import Builder, Ref
-from towerstrategy.sharding.propagate import Layout
+from towerstrategy.sharding.propagate import CALLS, LOOPS, Layout, Nested
 from towerstrategy.sharding.rules.registry import Op
 from towerstrategy.sharding.spec import (
     REPLICATED,
@@ -43,11 +44,15 @@ class Extra(NamedTuple):
 
 
 class Body:
-    """A branch or loop body, as a function that takes all towers' inputs."""
+    """A branch or loop body, as a function that takes all towers' inputs.
+
+    ``reads``: the index of each input that is not passed -> a function that reads it outside.
+    """
 
     def __init__(self, outer: Towers, layout: Layout, specs: Sequence[Spec],
-                 values: Sequence[Value], operation: Op) -> None:
-        self._outer, self.layout, self._specs = outer, layout, specs
+                 values: Sequence[Value], operation: Op,
+                 reads: Mapping[int, Callable[[Op], Ref]]) -> None:
+        self._outer, self.layout, self._specs, self._reads = outer, layout, specs, reads
         self.graph = _tf.new_function_graph(layout.graph, operation.name)
         self.extras: dict[Any, Extra] = {}
         self._placeholders: dict[Any, tf.Tensor] = {}
@@ -66,14 +71,25 @@ class Body:
             self._outer.spare).at(self._outer.stage)
         placeholders: list[tf.Tensor] = []
         inputs = []
-        for spec, value, inner in zip(self._specs, values, self.layout.graph.inputs):
-            refs = []
-            for _ in range(_count_of(spec, len(towers))):
-                placeholders.append(_tf.placeholder_like(inner))
-                refs.append(builder.take(placeholders[-1]))
-            inputs.append(value_of(towers, spec, inner.shape, iter(refs)))
+        for index, (spec, value, inner) in enumerate(zip(
+                self._specs, values, self.layout.graph.inputs)):
+            if index in self._reads:
+                inputs.append(Value(towers, spec, inner.shape))
+                inputs[-1].read = functools.partial(self._read_outside, index)
+            else:
+                refs = []
+                for _ in range(_count_of(spec, len(towers))):
+                    placeholders.append(_tf.placeholder_like(inner))
+                    refs.append(builder.take(placeholders[-1]))
+                inputs.append(value_of(towers, spec, inner.shape, iter(refs)))
             inputs[-1].device = value.device
         return placeholders, inputs
+
+    def _read_outside(self, index: int, operation: Op) -> Ref:
+        """The value that an operation reads of input ``index``, as an argument."""
+        return self._extra((index, operation.definition.attributes), Extra(
+            lambda: _tf.placeholder_like(operation.outputs[0]),
+            lambda: self._reads[index](operation)))
 
     def _count(self, tower: int | None) -> Ref:
         is_scalar = tower is not None
@@ -94,10 +110,14 @@ class Body:
         return self._builder.take(self._placeholders[key])
 
     def set_results(self, results: Iterable[Value], specs: Iterable[Spec],
-                    effects: Iterable[str]) -> None:
-        """Makes the function return ``results`` with these specs, and run ``effects``."""
-        for value, spec in zip(results, specs):
-            self.results += refs_of(value.as_spec(spec))
+                    effects: Iterable[str], returns_inputs: bool = False) -> None:
+        """Makes the function return ``results`` with these specs, and run ``effects``.
+
+        ``returns_inputs``: result i is what input i is in the next iteration.
+        """
+        for index, (value, spec) in enumerate(zip(results, specs)):
+            if not (returns_inputs and index in self._reads):
+                self.results += refs_of(value.as_spec(spec))
         self._identities = [self._builder.make("Identity", [ref], "") for ref in self.results]
         crossings = self.towers.across.finish()
         self.crosses, self._effects = bool(crossings), [*effects, *crossings]
@@ -116,6 +136,31 @@ class Body:
         self.graph.outputs = [*outputs, *returned]
         self.graph.control_outputs = [self._builder.operation(name)
                                       for name in dict.fromkeys(self._effects)]
+
+
+def only_read(operation: Op, layouts: Sequence[Layout]) -> set[int]:
+    """The indices of a loop's inputs that are resources and are only read in it; none of others."""
+    return {index for index in operation.handles if operation.type in LOOPS and all(
+        _is_only_read(layout, layout.graph.inputs[index].name) for layout in layouts)}
+
+
+def _is_only_read(layout: Layout, name: str) -> bool:
+    """Whether operations read a resource by itself, also in called functions and in loops."""
+    if not isinstance(layout.specs[name], Replicated):
+        return False  # each tower has its own
+    for operation in layout.order:
+        if name in operation.input_names and not operation.reads_variable:
+            plan = layout.plans.get(operation.name)
+            if not isinstance(plan, Nested) or operation.type not in (*CALLS, *LOOPS):
+                return False
+            places = [at for at, each in enumerate(operation.input_names) if each == name]
+            if not all(_is_only_read(inner, inner.graph.inputs[at].name)
+                       for at in places for inner in plan.layouts):
+                return False
+            if operation.type in LOOPS and not all(  # it gives the resource back
+                    _is_only_read(layout, operation.output_names[at]) for at in places):
+                return False
+    return True
 
 
 def _count_of(spec: Spec, towers: int) -> int:

@@ -10,6 +10,7 @@ of constants alone, are made on each tower that uses them.  Effects keep the ord
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -124,6 +125,9 @@ class Partition:
     def _run_once(self, operation: Op, plan: Plan, values: Sequence[Value],
                   controls: list[str], towers: Towers) -> list[Value]:
         """The outputs of an operation that runs once, with all rows."""
+        if operation.handles and operation.reads_variable and values[0].read is not None:
+            return [Value(towers, REPLICATED, operation.outputs[0].shape,
+                          values[0].read(operation), None, values[0].device)]
         constant = all(value.constant for value in values) and _is_repeatable(operation)
         device = towers.host if constant else self._home(operation, values)
 
@@ -192,7 +196,7 @@ class Partition:
             values = [*values[:-1], values[-1].as_constant(plan.sizes, operation.inputs[-1].dtype)]
         maker = Maker(operation, values, towers, "" if plan.make is None else next(
             filter(None, self._output_devices(operation)), ""))
-        home = self._variable_device(operation, values)
+        home = "" if isinstance(plan, Nested) else self._variable_device(operation, values)
         if plan.near is not None and values[plan.near].constant is None:
             home = values[plan.near].device
         of_shapes = all(isinstance(spec, (Size, Replicated))
@@ -216,6 +220,8 @@ class Partition:
         outputs = [self._output(towers, tensor, spec, index, part, once,
                                 maker.home if plan.make is not None else "")
                    for index, (tensor, spec) in enumerate(zip(operation.outputs, plan.gives))]
+        if isinstance(plan, Nested):
+            outputs = self._passed_on(operation, plan, values, outputs)
         return outputs if rows is None else [value.without_padding(rows) for value in outputs]
 
     def _part(self, plan: Plan, maker: Maker, home: str, of_shapes: bool, controls: list[str]
@@ -226,6 +232,10 @@ class Partition:
             make = plan.make
             outputs = Lazily(lambda: make(maker))
             return Lazily(lambda tower: [output[tower] for output in outputs()])
+        if isinstance(plan, Nested) and operation.type in propagate.LOOPS \
+                and bodies.only_read(operation, plan.layouts):
+            return Lazily(lambda tower: self._on_one_tower(
+                operation, plan, maker.inputs, self._controls_on(controls, tower), towers, tower))
         make_part = None if towers.on_cpu else plan.part
 
         @Lazily
@@ -274,22 +284,47 @@ class Partition:
         """The partition of a call's body."""
         return Partition(towers, f"{self._scope}{operation.name}/", self._once_scope_of(operation))
 
-    def _in_one_op(self, operation: Op, plan: Nested, values: Sequence[Value],
-                   controls: list[str], towers: Towers) -> list[Value]:
-        """The outputs of one branch or loop for all towers, which takes each tower's inputs."""
+    def _on_one_tower(self, operation: Op, plan: Any, values: Sequence[Value],
+                      controls: list[str], towers: Towers, tower: int) -> list[Ref]:
+        """The outputs of a branch or loop that a tower runs by itself."""
+        alone, own = towers.alone(tower), []
+        held = bodies.only_read(operation, plan.layouts)
+        for index, (value, spec) in enumerate(zip(values, plan.takes)):
+            own.append(Value(alone, spec, value.shape, functools.partial(value.part, tower),
+                             functools.partial(_part_of, value, tower),
+                             value.device if index in {*operation.handles} - held else ""))
+            own[-1].read = functools.partial(self._read, value, controls)
+        outputs = self._in_one_op(operation, plan, own, controls, alone, alone.scopes[0])
+        return [Ref("", 0, tf.resource) if index in held else value.part(0)  # see _passed_on
+                for index, value in enumerate(outputs)]
+
+    def _passed_on(self, operation: Op, plan: Any, values: Sequence[Value],
+                   outputs: Sequence[Value]) -> list[Value]:
+        """The outputs of an operation; those of a loop that it was not given are its inputs."""
+        held = bodies.only_read(operation, plan.layouts)
+        return [values[index] if index in held else output for index, output in enumerate(outputs)]
+
+    def _in_one_op(self, operation: Op, plan: Any, values: Sequence[Value],
+                   controls: list[str], towers: Towers, scope: str = "") -> list[Value]:
+        """The outputs of one branch or loop for all towers, which takes each tower's inputs.
+
+        Variables that a loop only reads are read once, before it.
+        """
         loop = operation.type in propagate.LOOPS
         first = 0 if loop else 1
+        reads = {index: functools.partial(self._read, values[index], controls)
+                 for index in bodies.only_read(operation, plan.layouts)}
         refs: list[Ref] = []
-        for value in values[first:]:
-            refs += bodies.refs_of(value)
-        functions = [bodies.Body(towers, layout, plan.takes[first:], values[first:], operation)
-                     for layout in plan.layouts]
+        for index, value in enumerate(values[first:]):
+            refs += [] if index in reads else bodies.refs_of(value)
+        functions = [bodies.Body(towers, layout, plan.takes[first:], values[first:], operation,
+                                 reads) for layout in plan.layouts]
         for number, body in enumerate(functions):
-            partition = Partition(body.towers)
+            partition = self._in_body(body.towers)
             results = partition.run(body.layout, body.values, output_devices=(
                 () if loop else self._output_devices(operation)))
             body.set_results(results, plan.gives if number or not loop else [REPLICATED],
-                             partition.effects)
+                             partition.effects, returns_inputs=loop and number == 1)
         extras = {key: extra for body in functions for key, extra in body.extras.items()}
         for number, body in enumerate(functions):
             body.finish(extras, returns_extras=loop and number == 1)
@@ -304,14 +339,25 @@ class Partition:
             attrs["parallel_iterations"] = tf.compat.v1.AttrValue(i=1)
         outputs, name = towers.builder.call(
             operation, refs if loop else [values[0].whole(), *refs], towers.merge,
-            f"{self._once_scope_of(operation)}{self._scope}", controls,
+            f"{scope or self._once_scope_of(operation)}{self._scope}", controls,
             [ref.dtype for ref in refs] if loop else dtypes, attrs)
         self._note_nodes(operation, [name])
         if any(body.crosses for body in functions):
             towers.across.note_control_flow(name)
         outputs_left = iter(outputs)
-        return [bodies.value_of(towers, spec, tensor.shape, outputs_left)
-                for tensor, spec in zip(operation.outputs, plan.gives)]
+        return [values[index] if index in reads else bodies.value_of(
+            towers, spec, tensor.shape, outputs_left)
+            for index, (tensor, spec) in enumerate(zip(operation.outputs, plan.gives))]
+
+    def _read(self, value: Value, controls: Sequence[str], operation: Op) -> Ref:
+        """The value that an operation of a loop reads of a variable, read before the loop."""
+        if value.read is not None:
+            return value.read(operation)
+        return self._copy(operation, [value.whole()], value.device, None, controls)[0]
+
+    def _in_body(self, towers: Towers) -> Partition:
+        """The partition of a branch or a loop body."""
+        return Partition(towers)
 
 
 class Lazily:
@@ -328,6 +374,11 @@ class Lazily:
 
     def output(self, index: int) -> Callable[..., Ref]:
         return lambda *key: self(*key)[index]
+
+
+def _part_of(value: Value, tower: int, _: int) -> Ref:
+    """A tower's part of a value, as the part of the only one of a tower by itself."""
+    return value.part(tower)
 
 
 def _is_small(tensor: tf.Tensor) -> bool:

@@ -19,7 +19,7 @@ import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.sharding import graphs, joined, traffic as traffic_lib
-from towerstrategy.sharding.rules import lists, registry
+from towerstrategy.sharding.rules import lists, registry, scaling
 from towerstrategy.sharding.rules.registry import Op, Plan
 from towerstrategy.sharding.spec import (
     MEAN,
@@ -343,7 +343,9 @@ def _is_local(layout: Layout, operation: Op, compiled: bool) -> bool:
     plan, specs = layout.plans[operation.name], layout.inputs_of(operation)
     if isinstance(plan, Nested):
         return (plan.local or operation.type in CALLS and is_local(
-            plan.layouts[0], plan.gives, compiled)) and _match(specs, plan.takes)
+            plan.layouts[0], plan.gives, compiled)) and _match([
+                SUM if wanted == SUM and scaling.is_zero(tensor) else spec for tensor, spec, wanted
+                in zip(operation.inputs, specs, plan.takes)], plan.takes)
     if plan.once:
         return all(isinstance(spec, Replicated) for spec in specs) and not operation.has_state
     return plan.make is None and (compiled or not plan.padded) and _match(specs, plan.takes)

@@ -17,8 +17,8 @@ from typing import Any
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy.sharding import bodies, graphs, homes, propagate, replica_plans
-from towerstrategy.sharding.builder import Ref, attributes_with
+from towerstrategy.sharding import graphs, homes, propagate, replica_plans
+from towerstrategy.sharding.builder import Ref
 from towerstrategy.sharding.contract import Contract
 from towerstrategy.sharding.partition import Lazily, Partition
 from towerstrategy.sharding.rules import registry
@@ -254,47 +254,33 @@ class ReplicaPartition(Partition):
         towers = self._towers.at(self._stages.get(operation.name, self._towers.stage))
         device = operation.definition.device
         device = "" if device in self._towers.stage_devices[0] else device
-        home = device or self._variable_device(operation, values)
+        home = device or ("" if operation.type in (*propagate.BRANCHES, *propagate.LOOPS)
+                          else self._variable_device(operation, values))
         controls = self._controls(operation)
         if padded_plan is not None:
             values, rows = padded([value if spec == REPLICATED else _with_spec(value, spec)
                                    for value, spec in zip(values, padded_plan.takes)],
                                   padded_plan.ones)
-        part = Lazily(lambda tower: self._copy(
-            operation, [value.part(tower) for value in values], home or towers.devices[tower],
-            tower, self._controls_on(controls, tower),
-            self._attributes(operation, plan, values, tower)))
+        part = Lazily(lambda tower: self._on_one_tower(
+            operation, plan, values, self._controls_on(controls, tower), towers, tower)
+            if plan.layouts else self._copy(
+                operation, [value.part(tower) for value in values], home or towers.devices[tower],
+                tower, self._controls_on(controls, tower),
+                _attributes_with_seed(operation, self._first + tower)))
         for tower in self._order:
             part(tower)
         outputs = [Value(towers, PER_TOWER, tensor.shape, None, part.output(index), device)
                    for index, tensor in enumerate(operation.outputs)]
+        if plan.layouts:
+            outputs = self._passed_on(operation, plan, values, outputs)
         if padded_plan is not None:
             outputs = [_with_spec(_with_spec(value, spec).without_padding(rows), PER_TOWER)
                        for value, spec in zip(outputs, padded_plan.gives)]
         return outputs
 
-    def _attributes(self, operation: Op, plan: replica_plans.OnEachTower,
-                    values: Sequence[Value], tower: int) -> bytes:
-        """A tower's attributes of an operation: its own seed, or functions; else none."""
-        if not plan.layouts:
-            return _attributes_with_seed(operation, self._first + tower)
-        values = values[-len(plan.layouts[0].graph.inputs):]
-        names = [self._function(operation, layout, values, tower) for layout in plan.layouts]
-        return attributes_with(operation, bodies.function_attributes(operation, names))
-
-    def _function(self, operation: Op, layout: propagate.Layout, values: Sequence[Value],
-                  tower: int) -> str:
-        """The name of a tower's own function, of a branch or a loop, for inputs like ``values``."""
-        outer = self._towers
-        alone = Towers(outer.builder, [outer.stage_devices[tower]], outer.devices[tower],
-                       outer.host, [outer.scopes[tower]], lambda _: None, outer.on_cpu
-                       ).at(outer.stage)
-        body = bodies.Body(alone, layout, [PER_TOWER] * len(values), values, operation)
-        partition = ReplicaPartition(body.towers, self._tensors, first=self._first + tower)
-        results = partition.run(layout, body.values)
-        body.set_results(results, [value.spec for value in results], partition.effects)
-        body.finish({}, returns_extras=False)
-        return _tf.add_function(outer.builder.graph, body.graph)
+    def _in_body(self, towers: Towers) -> Partition:
+        first = self._first + self._towers.scopes.index(towers.scopes[0])
+        return ReplicaPartition(towers, self._tensors, first=first)
 
     def _copy(self, operation: Op, inputs: Sequence[Ref], device: str, tower: int | None,
               controls: Iterable[str], attributes: bytes = b"") -> list[Ref]:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence, Set
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy.sharding import graphs, propagate
+from towerstrategy.sharding import bodies, graphs, propagate
 from towerstrategy.sharding.contract import Contract
 from towerstrategy.sharding.propagate import Layout, Nested
 from towerstrategy.sharding.rules import registry
@@ -93,16 +93,19 @@ class Plans:
         pads = self._pads and padded is not None and self._traffic.pads(padded)
         return OnEachTower(specs, [PER_TOWER] * len(operation.outputs),
                            padded_plan=padded if pads else None,
-                           layouts=self._layouts(operation, states))
+                           layouts=self._layouts(operation, specs, states))
 
-    def _layouts(self, operation: Op, states: Contract) -> list[Layout]:
+    def _layouts(self, operation: Op, specs: Sequence[Spec], states: Contract) -> list[Layout]:
         """The layouts of the functions that an operation calls, if each tower must have its own."""
         if operation.type not in (*propagate.CALLS, *propagate.BRANCHES, *propagate.LOOPS):
             return []
-        layouts = [self._layout(inner, [PER_TOWER] * len(inner.graph.inputs))
-                   for inner in states.bodies(operation.operation)]
+        first = int(operation.type in propagate.BRANCHES)  # behind the condition
+        taken: list[Spec] = [spec if tensor.dtype == tf.resource else PER_TOWER for tensor, spec
+                             in zip(operation.inputs[first:], specs[first:])]
+        layouts = [self._layout(inner, taken) for inner in states.bodies(operation.operation)]
         compiled = operation.type in propagate.CALLS
-        if not any(_differs(layout, not compiled) for layout in layouts):
+        if not any(_differs(layout, not compiled) for layout in layouts) \
+                and not bodies.only_read(operation, layouts):
             return []
         if compiled:
             raise NeedsOwnTrace("a function that XLA compiles would draw the same numbers on every "

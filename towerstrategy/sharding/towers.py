@@ -90,6 +90,13 @@ class Towers:
             towers.devices = [row[stage or 0] for row in self.stage_devices]
         return self._stages[stage]
 
+    def alone(self, tower: int) -> Towers:
+        """A tower by itself, of which all rows are the batch's."""
+        return Towers(self.builder, [self.stage_devices[tower]], self.devices[tower], self.host,
+                      [self.scopes[tower]],
+                      lambda each: None if each is None else self.count(tower),
+                      self.on_cpu, self.draws_rows).at(self.stage)
+
     def stage_on(self, device: str) -> int | None:
         """The stage, of any tower, that is on ``device``; None without stages."""
         return next((stage for row in self.stage_devices if len(row) > 1

@@ -44,7 +44,13 @@ class Value:
       part: makes a tower's part; None if each tower takes the whole tensor.
       device: where the whole tensor is made.
       constant: makes the tensor on a tower of the given towers, which is then not sent it.
+
+    Attributes:
+      read: makes the output of an operation that reads this resource, in a loop that is not given
+        it but its values; None if operations take the resource itself.
     """
+
+    read: Callable[[Any], Ref] | None = None
 
     def __init__(self, towers: Towers, spec: Spec, shape: tf.TensorShape,
                  whole: Ref | Callable[[], Ref] | None = None,

@@ -87,6 +87,12 @@ class Op:
         return self.has_effect and bool(self.handles)
 
     @property
+    def reads_variable(self) -> bool:
+        """Whether its one input is a resource that it only reads, and it has one output."""
+        return len(self.inputs) == len(self.handles) == len(self.outputs) == 1 \
+            and not self.has_effect and self.type not in _tf.CALLERS
+
+    @property
     def has_state(self) -> bool:
         """Whether it matters how often it runs: it has an effect, or its kernel keeps a state.
 
