@@ -88,6 +88,40 @@ for _name, _names in GROUPS.items():
     feature_program(_name, *_names)
 
 
+@program
+def first_set_in_a_loop():
+    """AutoGraph starts such a variable with no rows."""
+    w, v = weights(4, 5), weights(5, 3, seed=1)
+
+    def loss_of(x, y):
+        for turn in tf.range(3):
+            hidden = tf.tanh(x @ w) * tf.cast(turn, D)
+        return cross_entropy(y, hidden @ v)
+
+    return descend(loss_of, w, v)
+
+
+@program
+def loops_that_start_with_other_rows():
+    """What is read in the first iteration has 12 rows, or 2."""
+    w, table = weights(4, 4), weights(12, 4, seed=1)
+
+    def loss_of(x, y):
+        def turn(number, rows, total, count):
+            return (number + 1, tf.tanh(x @ w), total + tf.reduce_sum(rows ** 2),
+                    count + tf.shape(rows)[0])
+
+        shapes = tuple(tf.TensorShape(size) for size in ([], [None, 4], [], []))
+        loss = 0.0
+        for start in (table + 0.0, table[:2]):
+            _, rows, total, count = tf.while_loop(
+                lambda number, *_: number < 2, turn, (0, start, tf.zeros([], D), 0), shapes)
+            loss += tf.reduce_mean(rows) + total / tf.cast(count, D)
+        return loss
+
+    return descend(loss_of, w, table)
+
+
 # Losses.
 
 def loss_program(loss_of_logits):

@@ -177,11 +177,12 @@ class Contract:
         """The states of a loop's variables: a fixpoint; all towers must iterate as often."""
         functions = graphs.functions_of(operation)
         zeros = [self._is_zero(tensor) for tensor in operation.inputs]
+        are_read = graphs.are_read(*functions)
         for iteration in range(propagate.ROUNDS):
             tested, outputs = self._call(operation, functions, states, states,
                                          zeros=() if iteration else zeros)
             after = [_loop_variable(*each) for each in zip(
-                states, outputs, operation.inputs, zeros)]
+                states, outputs, operation.inputs, functions[1].outputs, are_read, zeros)]
             if iteration and after == states:
                 if tested == [SAME]:
                     return states
@@ -278,11 +279,12 @@ def _branch_output(condition: Any, taken: State, output: tf.Tensor,
         spec=spec if isinstance(spec, (Sharded, ListOf)) else _unknown(output).spec)
 
 
-def _loop_variable(before: State, after: State, tensor: tf.Tensor, zero: bool) -> State:
+def _loop_variable(before: State, after: State, tensor: tf.Tensor, result: tf.Tensor,
+                   is_read: bool, zero: bool) -> State:
     """The state of a loop variable that starts an iteration as ``before`` and ends as ``after``."""
     if before == after or after.cause:
         return after
-    spec = joined.loop_variable(before.spec, after.spec, tensor)
+    spec = joined.loop_variable(before.spec, after.spec, tensor, result, is_read)
     if not before.known or not after.known or before.power != after.power and not zero \
             or isinstance(spec, Partial) and not zero or isinstance(spec, Replicated):
         return _unknown(tensor) if isinstance(spec, Replicated) else State(spec, known=False)

@@ -27,6 +27,14 @@ def functions_of(operation: tf.Operation) -> list[Any]:
     return [_tf.body_of(operation.graph, function.name) for function in functions]
 
 
+def are_read(condition: Any, body: Any) -> list[bool]:
+    """Whether each variable of a loop is read in it before it is set."""
+    passed_on = {tensor.name for number, tensor in enumerate(body.outputs)
+                 if tensor is not body.inputs[number]}
+    return [bool(tested.consumers() or tensor.consumers() or tensor.name in passed_on)
+            for tested, tensor in zip(condition.inputs, body.inputs)]
+
+
 def needed_in_order(graph: Any) -> list[Op]:
     """The operations that outputs or effects need, each after the ones that it needs.
 

@@ -31,7 +31,7 @@ def can_become(spec: Spec, wanted: Spec) -> bool:
     if isinstance(wanted, Replicated):
         return not isinstance(spec, ListOf)
     if isinstance(wanted, Sharded):
-        return spec == dataclasses.replace(wanted, broadcast=False) or not (
+        return spec == wanted.given or not (
             wanted.group or isinstance(spec, ListOf))
     if isinstance(wanted, Partial):
         return wanted == SUM and not isinstance(spec, ListOf)
@@ -72,8 +72,16 @@ def branch_input(condition: Any, number: int, spec: Spec) -> Spec:
     return OptionalOf(source[1][number]) if source and source[0] == condition else spec
 
 
-def loop_variable(before: Spec, after: Spec, tensor: tf.Tensor) -> Spec:
-    """The spec of a loop variable that starts an iteration as ``before`` and ends as ``after``."""
+def loop_variable(before: Spec, after: Spec, tensor: tf.Tensor, result: tf.Tensor,
+                  is_read: bool) -> Spec:
+    """The spec of a loop variable that starts an iteration as ``before`` and ends as ``after``.
+
+    Args:
+      before, after: its specs.
+      tensor: what it is before the loop.
+      result: what it is after an iteration.
+      is_read: whether an iteration reads it before it sets it.
+    """
     if before == after or isinstance(after, Replicated) and isinstance(before, Replicated):
         return before
     if isinstance(before, ListOf) or isinstance(after, ListOf):
@@ -83,9 +91,12 @@ def loop_variable(before: Spec, after: Spec, tensor: tf.Tensor) -> Spec:
     if isinstance(before, Replicated):
         if isinstance(after, Partial):
             return after if after.reduction == "sum" else REPLICATED
-        if isinstance(after, Sharded) and of_batch(after) and tensor.shape.rank is not None \
-                and tensor.shape[after.dim] != 1:
-            return after
+        if isinstance(after, Sharded) and of_batch(after) and tensor.shape.rank is not None:
+            # It may start with other rows than the batch's.  AutoGraph starts a variable that is
+            # first set in the loop with no rows.
+            size = tensor.shape[after.dim]
+            if not is_read or size is not None and size == result.shape[after.dim]:
+                return after
     if before == SUM and isinstance(after, Replicated):
         return before
     return REPLICATED

@@ -11,7 +11,7 @@ of constants alone, are made on each tower that uses them.  Effects keep the ord
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -33,7 +33,7 @@ from towerstrategy.sharding.spec import (
     Spec,
 )
 from towerstrategy.sharding.towers import Towers
-from towerstrategy.sharding.values import Value, padded
+from towerstrategy.sharding.values import Lazily, Value, padded
 
 LARGEST_REPEATED = 4096  # bytes of a constant of which each tower's part of the graph has a copy
 
@@ -289,7 +289,8 @@ class Partition:
         """The outputs of a branch or loop that a tower runs by itself."""
         alone, own = towers.alone(tower), []
         held = bodies.only_read(operation, plan.layouts)
-        for index, (value, spec) in enumerate(zip(values, plan.takes)):
+        for index, value in enumerate(values):
+            spec = value.spec if operation.type in propagate.LOOPS else plan.takes[index]
             own.append(Value(alone, spec, value.shape, functools.partial(value.part, tower),
                              functools.partial(_part_of, value, tower),
                              value.device if index in {*operation.handles} - held else ""))
@@ -317,8 +318,9 @@ class Partition:
         refs: list[Ref] = []
         for index, value in enumerate(values[first:]):
             refs += [] if index in reads else bodies.refs_of(value)
-        functions = [bodies.Body(towers, layout, plan.takes[first:], values[first:], operation,
-                                 reads) for layout in plan.layouts]
+        specs = plan.gives if loop else plan.takes[first:]
+        functions = [bodies.Body(towers, layout, specs, values[first:], operation, reads)
+                     for layout in plan.layouts]
         for number, body in enumerate(functions):
             partition = self._in_body(body.towers)
             results = partition.run(body.layout, body.values, output_devices=(
@@ -358,22 +360,6 @@ class Partition:
     def _in_body(self, towers: Towers) -> Partition:
         """The partition of a branch or a loop body."""
         return Partition(towers)
-
-
-class Lazily:
-    """The outputs of ``make``, which runs once per tower, when one of them is first needed."""
-
-    def __init__(self, make: Callable[..., list[Any]]) -> None:
-        self._make = make
-        self._made: dict[Any, list[Any]] = {}
-
-    def __call__(self, *key: Any) -> list[Any]:
-        if key not in self._made:
-            self._made[key] = self._make(*key)
-        return self._made[key]
-
-    def output(self, index: int) -> Callable[..., Ref]:
-        return lambda *key: self(*key)[index]
 
 
 def _part_of(value: Value, tower: int, _: int) -> Ref:

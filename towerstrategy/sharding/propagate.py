@@ -284,13 +284,14 @@ class _Propagation:
         condition, body = graphs.functions_of(operation.operation)
         self._note_arguments(body, operation.inputs)
         self._loop_bodies.add(body)
-        settled = self._fixpoint(body, operation, specs)
+        are_read = graphs.are_read(condition, body)
+        settled = self._fixpoint(body, operation, specs, are_read)
         if settled is None:
             return None
         sums = [_is_summed_each_iteration(settled[1], tensor) for tensor in body.outputs]
         if any(sums):
             again = self._fixpoint(body, operation, [SUM if is_sum else spec for is_sum, spec
-                                                     in zip(sums, settled[0])])
+                                                     in zip(sums, settled[0])], are_read)
             if again is not None:
                 settled = again
         variables, layout = settled
@@ -299,16 +300,19 @@ class _Propagation:
                 raise CannotGather(operation.type)  # the loop starts with a list of all rows
         tested = self.layout(condition, variables)
         local = is_local(layout, variables) and is_local(tested, [REPLICATED])
-        return Nested(variables, variables, layouts=[tested, layout], local=local)
+        takes = [dataclasses.replace(after, start=True)
+                 if isinstance(before, Replicated) and isinstance(after, Sharded) else after
+                 for before, after in zip(specs, variables)]
+        return Nested(takes, variables, layouts=[tested, layout], local=local)
 
-    def _fixpoint(self, body: Any, operation: Op, specs: Sequence[Spec]
-                  ) -> tuple[list[Spec], Layout] | None:
+    def _fixpoint(self, body: Any, operation: Op, specs: Sequence[Spec],
+                  are_read: Sequence[bool]) -> tuple[list[Spec], Layout] | None:
         """The specs that a loop's variables settle at, from ``specs`` on, and its body's layout."""
         variables = list(specs)
         for _ in range(ROUNDS):
             layout = self.layout(body, variables)
-            after = [joined.loop_variable(before, now, tensor) for before, now, tensor
-                     in zip(variables, layout.outputs, operation.inputs)]
+            after = [joined.loop_variable(*each) for each in zip(
+                variables, layout.outputs, operation.inputs, body.outputs, are_read)]
             if after == variables:
                 return variables, layout
             if any(isinstance(now, Replicated) and not isinstance(before, (Replicated, ListOf))

@@ -20,13 +20,13 @@ from towerstrategy import _tensorflow as _tf
 from towerstrategy.sharding import graphs, homes, propagate, replica_plans
 from towerstrategy.sharding.builder import Ref
 from towerstrategy.sharding.contract import Contract
-from towerstrategy.sharding.partition import Lazily, Partition
+from towerstrategy.sharding.partition import Partition
 from towerstrategy.sharding.rules import registry
 from towerstrategy.sharding.rules.registry import Op, Plan
 from towerstrategy.sharding.spec import PER_TOWER, REPLICATED, SUM, Sharded, Spec, of_batch
 from towerstrategy.sharding.towers import Towers
 from towerstrategy.sharding.traffic import Traffic
-from towerstrategy.sharding.values import Value, captured, opened, padded
+from towerstrategy.sharding.values import Lazily, Value, captured, opened, padded
 
 
 class PerTowerTensors:

@@ -80,6 +80,8 @@ class Sharded:
         ``tf.concat([view, other_view], 0)``.  A tower has its slices of all blocks, concatenated.
         So the slices of each block are in the order of the towers, not those of the whole tensor.
       broadcast: only in ``Plan.takes``: a dimension of size 1 is not sliced.
+      start: only in ``Plan.takes`` of a loop, for a variable of which no iteration reads what it
+        starts with: its rows may be more or fewer than the examples'.
     """
 
     dim: int
@@ -87,6 +89,13 @@ class Sharded:
     group: Group = ""
     blocks: int = 1
     broadcast: bool = False
+    start: bool = False
+
+    @property
+    def given(self) -> Sharded:
+        """The spec of a tensor that is given to an op that takes this spec."""
+        return dataclasses.replace(self, broadcast=False, start=False) \
+            if self.broadcast or self.start else self
 
     def at(self, dim: int) -> Sharded:
         """The same examples along another dimension."""

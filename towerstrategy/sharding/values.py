@@ -132,7 +132,7 @@ class Value:
     def _redistributed(self, wanted: Spec) -> Value:
         towers = self.towers
         if isinstance(wanted, Sharded):
-            if self.spec == dataclasses.replace(wanted, broadcast=False):
+            if self.spec == wanted.given:
                 return self
             return self._cut(wanted)
         if isinstance(wanted, Partial):
@@ -270,29 +270,44 @@ class Value:
         assert rank is not None, "cut of unknown rank"
         if wanted.broadcast and self.shape[wanted.dim] == 1:
             return Value(towers, wanted, self.shape, self.whole)
+        if wanted.start and self.shape[wanted.dim] == 0:
+            return Value(towers, wanted.given, self.shape, self.whole, self.part)
         towers.note("cut")
         if wanted.blocks > 1:
             return Value(towers, wanted, self.shape, self.whole,
                          functools.partial(self._slices_of_blocks, wanted))
 
         def part(tower: int) -> Ref:
-            whole = self.whole()
             if towers.replicas == 1:
-                return whole
-            begin, size = towers.offset(tower), towers.count(tower)
-            may_be_one = wanted.broadcast and self.shape[wanted.dim] is None
-            if wanted.times != 1 or may_be_one:
-                times = towers.on_host("FloorDiv", self.rows_in(wanted.dim), towers.total())
-                begin = towers.on_host("Mul", begin, times)
-                size = towers.on_host("Mul", size, times)
-                if may_be_one:
-                    is_one = towers.on_host("Equal", times, towers.number(0))  # 1 // rows is 0
-                    size = towers.on_host("SelectV2", is_one, towers.number(1), size)
-            return towers.on(tower, "Slice", whole,
+                return self.whole()
+            begin, size = self._slice_of(wanted, tower)
+            return towers.on(tower, "Slice", self.whole(),
                              towers.vector(tower, begin, wanted.dim, rank, 0),
                              towers.vector(tower, size, wanted.dim, rank, -1), Index=tf.int64)
 
-        return Value(towers, wanted, self.shape, self.whole, part)
+        return Value(towers, wanted.given, self.shape, self.whole, part)
+
+    def _slice_of(self, wanted: Sharded, tower: int) -> tuple[Ref, Ref]:
+        """The first position and the number of positions of a tower's slice.
+
+        The last tower's ends where the tensor ends: if it has more rows than its consumers, they
+        fail there, as on one device.
+        """
+        towers, is_last = self.towers, self.towers.first + tower == self.towers.replicas - 1
+        begin, size = towers.offset(tower), towers.count(tower)
+        if wanted.start:
+            begin = towers.on_host("Minimum", begin, self.rows_in(wanted.dim))
+            size = towers.on_host("Minimum", size, towers.on_host(
+                "Sub", self.rows_in(wanted.dim), begin))
+        may_be_one = wanted.broadcast and self.shape[wanted.dim] is None
+        if wanted.times != 1 and not wanted.start or may_be_one:
+            times = towers.on_host("FloorDiv", self.rows_in(wanted.dim), towers.total())
+            begin = towers.on_host("Mul", begin, times)
+            size = towers.on_host("Mul", size, times)
+            if may_be_one:
+                is_less = towers.on_host("Equal", times, towers.number(0))  # 1 // rows is 0
+                size = towers.on_host("SelectV2", is_less, self.rows_in(wanted.dim), size)
+        return begin, towers.number(-1) if is_last else size
 
     def _slices_of_blocks(self, wanted: Sharded, tower: int) -> Ref:
         """A tower's slices of all blocks of the whole tensor; if its size there is 1, all of it."""
@@ -320,6 +335,22 @@ class Value:
         shape = towers.builder.make("Shape", [self.whole()], self.device or towers.host,
                                     out_type=tf.int64)
         return towers.on_host("GatherV2", shape, towers.number(dim), towers.number(0, tf.int32))
+
+
+class Lazily:
+    """The outputs of ``make``, which runs once per tower, when one of them is first needed."""
+
+    def __init__(self, make: Callable[..., list[Any]]) -> None:
+        self._make = make
+        self._made: dict[Any, list[Any]] = {}
+
+    def __call__(self, *key: Any) -> list[Any]:
+        if key not in self._made:
+            self._made[key] = self._make(*key)
+        return self._made[key]
+
+    def output(self, index: int) -> Callable[..., Ref]:
+        return lambda *key: self(*key)[index]
 
 
 def opened(shape: tf.TensorShape, along: int) -> tf.TensorShape:

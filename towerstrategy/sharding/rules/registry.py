@@ -288,7 +288,7 @@ def plan_of(op: Op, specs: Sequence[Spec]) -> Plan | None:
         return None
     for index, (spec, wanted) in enumerate(zip(specs, plan.takes)):
         if wanted is not spec and isinstance(wanted, Sharded) and op.rank(index) is None \
-                and spec != dataclasses.replace(wanted, broadcast=False):
+                and spec != wanted.given:
             return None  # a tensor of unknown rank cannot be cut
     return plan
 
