@@ -52,7 +52,9 @@ class Partition:
         self._values: dict[str, Value] = {}
         self._nodes: dict[str, list[str]] = {}  # operation that others wait for -> its nodes
         self._owners: dict[str, int] = {}  # node -> the tower that it belongs to
-        self.effects: list[str] = []  # nodes that must run
+        # Nodes that have run when the graph has: those that have an effect, and those that read a
+        # variable, which a later call may write.
+        self.effects: list[str] = []
         self._outer_controls: list[str] = []  # nodes that all stateful operations wait for
         self._homes: dict[str, str] = {}  # operation -> device, see homes.homes
         self._sum_devices: dict[str, str] = {}  # tensor -> where it is summed or gathered
@@ -117,10 +119,10 @@ class Partition:
         """Notes the nodes of an operation, for operations that wait for it and as effects."""
         if operation.name in self._nodes:
             self._nodes[operation.name] += nodes
-        if operation.has_effect:
+        if operation.has_effect or operation.handles:
             self.effects += nodes
-            if not operation.writes_variables:
-                self._checks += nodes
+        if operation.has_effect and not operation.writes_variables:
+            self._checks += nodes
 
     def _run_once(self, operation: Op, plan: Plan, values: Sequence[Value],
                   controls: list[str], towers: Towers) -> list[Value]:

@@ -1,0 +1,77 @@
+"""sharding/partition: what is read of a variable before a write does not see it."""
+
+import numpy as np
+import tensorflow as tf
+from absl.testing import absltest, parameterized
+
+import towerstrategy
+
+DEVICES = towerstrategy.split_cpu(8)
+CALLS = 4
+X = np.ones([9, 5], np.float32)
+
+
+class OrderTest(parameterized.TestCase):
+
+    def setUp(self):
+        super().setUp()
+        self.strategy = towerstrategy.TowerStrategy(DEVICES[:3])
+        with self.strategy.scope():
+            self.counts = tf.Variable(tf.zeros([9]))
+            self.slow = tf.Variable(tf.ones([300, 300]) / 300)
+
+    def read(self, x):
+        """A number of the counts, whose index takes a while to compute."""
+        product = self.slow + tf.reduce_sum(x) * 0
+        for _ in range(20):
+            product = product @ self.slow
+        return self.counts.sparse_read(tf.cast(product[0, 0] * 0, tf.int32))
+
+    def add(self, x):
+        self.counts.assign_add(tf.ones([9]) + tf.reduce_sum(x) * 0)
+
+    def read_in_function(self, x):
+        return tf.function(self.read)(x)
+
+    def read_in_branch(self, x):
+        return tf.cond(tf.reduce_sum(x) > 0, lambda: self.read(x), lambda: -1.0)
+
+    def read_in_loop(self, x):
+        return tf.while_loop(lambda number, _: number < 1, lambda number, _: (
+            number + 1, self.read(x)), (0, 0.0))[1]
+
+    @parameterized.parameters("read", "read_in_function", "read_in_branch", "read_in_loop")
+    def test_within_a_step(self, name):
+        """Else a target network that is called as a function is updated before it is used."""
+        def step(x):
+            found = getattr(self, name)(x)
+            self.add(x)
+            return found
+
+        function = self.strategy.function(step)
+        self.assertEqual([function(self.strategy.split(X)).numpy() for _ in range(CALLS)],
+                         [*range(CALLS)])
+
+    @parameterized.parameters(True, False)
+    def test_in_an_earlier_call(self, in_run):
+        """Else two steps in a tf.function run at once, and the first one sees the second's."""
+        def of(step):
+            function = self.strategy.function(step)
+            return lambda x: self.strategy.reduce(
+                "SUM", self.strategy.run(step, (x,)), axis=None) if in_run else function(x)
+
+        reads, adds = of(lambda x: self.read(x) / (3.0 if in_run else 1.0)), of(
+            lambda x: self.add(x) or tf.reduce_sum(x))
+
+        @tf.function
+        def both(x):
+            found = reads(x)
+            adds(x)
+            return found
+
+        self.assertEqual([round(float(both(self.strategy.split(X)))) for _ in range(CALLS)],
+                         [*range(CALLS)])
+
+
+if __name__ == "__main__":
+    absltest.main()
