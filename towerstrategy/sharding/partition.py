@@ -291,8 +291,8 @@ class Partition:
         """The outputs of a branch or loop that a tower runs by itself."""
         alone, own = towers.alone(tower), []
         held = bodies.only_read(operation, plan.layouts)
-        for index, value in enumerate(values):
-            spec = value.spec if operation.type in propagate.LOOPS else plan.takes[index]
+        for index, (value, spec) in enumerate(zip(values, plan.takes)):
+            spec = spec.given if isinstance(spec, Sharded) else spec
             own.append(Value(alone, spec, value.shape, functools.partial(value.part, tower),
                              functools.partial(_part_of, value, tower),
                              value.device if index in {*operation.handles} - held else ""))
@@ -320,7 +320,7 @@ class Partition:
         refs: list[Ref] = []
         for index, value in enumerate(values[first:]):
             refs += [] if index in reads else bodies.refs_of(value)
-        specs = plan.gives if loop else plan.takes[first:]
+        specs = [spec.given if isinstance(spec, Sharded) else spec for spec in plan.takes[first:]]
         functions = [bodies.Body(towers, layout, specs, values[first:], operation, reads)
                      for layout in plan.layouts]
         for number, body in enumerate(functions):
