@@ -89,6 +89,22 @@ for _name, _names in GROUPS.items():
 
 
 @program
+def penalty_on_gradients_of_attention():
+    """Shapes in the second gradient of a product are known by rules, not by TensorFlow."""
+    w = weights(4, 6)
+
+    def loss_of(x, y):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            rows = tf.reshape(x @ w, [-1, 3, 2])
+            attended = tf.nn.softmax(tf.matmul(rows, rows, transpose_b=True)) @ rows
+            total = tf.reduce_sum(attended ** 2) + tf.reduce_sum(tf.tanh(tf.matmul(rows, w[:2])))
+        return tf.reduce_mean(tape.gradient(total, x) ** 2)
+
+    return descend(loss_of, w)
+
+
+@program
 def first_set_in_a_loop():
     """AutoGraph starts such a variable with no rows."""
     w, v = weights(4, 5), weights(5, 3, seed=1)

@@ -72,10 +72,20 @@ def elementwise(op: Op, specs: Sequence[Spec]) -> Plan | None:
         return _size(op, specs)
     if all(spec == SUM for spec in specs) and _is_linear(op):
         return Plan(specs, [specs[0]])
-    if op.type == "AddV2" and isinstance(specs[1], Axes) and op.value(0) is not None:
-        front = (False,) * int(op.value(0))  # the axes are moved behind so many, as by einsum
-        return Plan([REPLICATED] * 2, [Axes((*front, *specs[1].reduced))])
-    return None
+    axes = [spec.reduced for spec in specs if isinstance(spec, Axes)]
+    return _moved_axes(op, axes[0]) if len(axes) == 1 < len(specs) else None
+
+
+def _moved_axes(op: Op, reduced: Sequence[bool | None]) -> Plan | None:
+    """The plan where axes move behind so many dimensions, as by einsum, or are counted modulo."""
+    number = next(filter(None, (op.value(0), op.value(1))), 0)
+    if op.type == "AddV2":
+        reduced = (*[False] * int(number), *reduced)
+    elif op.type == "FloorMod" and number and not any(reduced[:-int(number)]):
+        reduced = reduced[-int(number):]
+    else:
+        return None
+    return Plan([REPLICATED] * 2, [Axes(tuple(reduced))]) if number else None
 
 
 def _sharded(op: Op, specs: Sequence[Spec]) -> Plan | None:

@@ -269,12 +269,12 @@ def _broadcast_gradient_args(operation: tf.Operation, *shapes: Any) -> list[Entr
 
 
 def _stitched(operation: tf.Operation, *inputs: Any) -> Entries | None:
-    indices, data = inputs[:len(inputs) // 2], inputs[len(inputs) // 2:]
-    shape = operation.outputs[0].shape
-    stitched = np.full(shape.as_list() if shape.is_fully_defined() else [], None, object)
-    for at, entries in zip(map(_as_integers, indices), data):
-        if at is None or entries is None or at.shape != entries.shape or not stitched.ndim:
-            return None
+    indices, data = map(_as_integers, inputs[:len(inputs) // 2]), inputs[len(inputs) // 2:]
+    pairs = [(at, entries) for at, entries in zip(indices, data) if at is None or at.size]
+    if any(at is None or entries is None or at.shape != entries.shape for at, entries in pairs):
+        return None
+    stitched = np.full(max((int(at.max()) + 1 for at, _ in pairs), default=0), None, object)
+    for at, entries in pairs:
         stitched[at.ravel()] = entries.ravel()
     return stitched
 

@@ -48,6 +48,8 @@ def reduction(op: Op, specs: Sequence[Spec]) -> Plan | None:
     if not isinstance(spec, Sharded) or reduced is None \
             or isinstance(specs[1], Axes) and op.type != "Sum":
         return None
+    if isinstance(specs[1], Axes) and op.rank(0) is not None:  # of the dimensions in front
+        reduced = [*reduced, *[False] * (op.rank(0) - len(reduced))]
     if None in reduced:
         if not keep:  # the dimensions behind the first unknown one may move
             reduced = reduced[:reduced.index(None)]

@@ -30,7 +30,7 @@ def reshape(op: Op, spec: Spec, target: Spec) -> Plan | None:
     if not isinstance(spec, Sharded):
         return None
     requested = shapes.static_sizes(op, 1, REPLICATED)
-    after = _sizes_after(op, requested)
+    after = _sizes_after(op, requested, target)
     if after is None:
         return None
     before: list[Any] | None = sizes_of(op.inputs[0])
@@ -144,11 +144,13 @@ def _spec_in(at: int, spec: Sharded, front: Quotient | None, behind: Quotient | 
                                times=None if behind.times else int(behind.known))
 
 
-def _sizes_after(op: Op, requested: Sequence[Any] | None) -> list[Any] | None:
+def _sizes_after(op: Op, requested: Sequence[Any] | None, target: Spec = REPLICATED
+                 ) -> list[Any] | None:
     """The sizes of the output, None for unknown ones; None if its rank is unknown."""
     rank = op.outputs[0].shape.rank
     if rank is None:
-        return None
+        known = target.known if isinstance(target, Size) else None
+        return None if known is None else list(known)
     static = op.outputs[0].shape.as_list()
     if requested is None or len(requested) != rank:
         return static

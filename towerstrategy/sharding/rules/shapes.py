@@ -6,6 +6,7 @@ Goes in: an op and the specs of its inputs.  Comes out: its plan.  A number of r
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -75,7 +76,8 @@ def rank(op: Op, specs: Sequence[Spec]) -> Plan | None:
 
 def _entries(tensor: tf.Tensor, spec: Spec) -> Any:
     """The values that are known in a tensor of integers, see :func:`entries_of`."""
-    known = spec.known if isinstance(spec, Size) else None
+    known = spec.known if isinstance(spec, Size) else _known_axes(spec) \
+        if isinstance(spec, Axes) else None
     return entries_of(tensor) if known is None else np.array(known, object)
 
 
@@ -175,8 +177,15 @@ def moved_sizes(op: Op, specs: Sequence[Spec]) -> Plan | None:
         if entries is None or len(indices) > 1 or not indices and any(
                 each is None for each in inputs):
             return None
-        gives.append(entries.flat[indices[0]].moved(indices[0]) if indices else REPLICATED)
+        gives.append(_moved_size(entries, indices[0]) if indices else REPLICATED)
     return Plan([spec if isinstance(spec, Size) else REPLICATED for spec in specs], gives)
+
+
+def _moved_size(entries: Any, at: int) -> Size:
+    """The spec of a shape with these entries, of which ``at`` is a :class:`Size`."""
+    size = entries.flat[at].moved(at)
+    return size if entries.ndim != 1 else dataclasses.replace(size, known=tuple(
+        None if index == at else entry for index, entry in enumerate(entries)))
 
 
 def product_of_size(op: Op, specs: Sequence[Spec]) -> Plan | None:
