@@ -44,6 +44,14 @@ def recurrent(w, x, y):
     return tf.reduce_sum((state @ w[1] - y) ** 2, -1)
 
 
+def gradients_of_products(w, x):
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        rows = tf.reshape(x @ w[0], [-1, 2, 2])
+        total = tf.reduce_sum(tf.tanh(tf.matmul(rows, rows, transpose_b=True) @ w[1][:2]))
+    return tape.gradient(total, x)
+
+
 def in_branch(w, loss_of):
     return tf.cond(tf.reduce_sum(w[0]) > 0, loss_of, lambda: tf.zeros([], tf.float64))
 
@@ -97,6 +105,7 @@ RIGHT = {
             w[0], w[0], transpose_b=True) + tf.eye(3, dtype=x.dtype)))))) / 8,
     "entry_of_weights_set": lambda s, w, x, y: tf.reduce_sum(squares([
         tf.tensor_scatter_nd_update(w[0], [[1]], w[0][:1] * 2), w[1]], x, y)) / 8,
+    "penalty_on_gradients": lambda s, w, x, y: tf.reduce_sum(gradients_of_products(w, x) ** 2) / 8,
     "sum_behind_loop": lambda s, w, x, y: tf.reduce_sum(recurrent(w, x, y)) / 8,
     "sum_in_branch": lambda s, w, x, y: in_branch(
         w, lambda: tf.reduce_sum(squares(w, x, y)) / 8),
@@ -241,6 +250,26 @@ class ContractTest(parameterized.TestCase):
             self.assertEmpty(said)
             for one, other in zip(weights, one_device(RIGHT["loss_object"])):
                 np.testing.assert_allclose(one, other, rtol=1e-6)
+
+    @parameterized.parameters(
+        lambda tape, loss, w: tape.gradient(loss, w, unconnected_gradients="zero"),
+        lambda tape, loss, w: [tf.zeros_like(each) if gradient is None else gradient
+                               for each, gradient in zip(w, tape.gradient(loss, w))])
+    def test_gradients_of_what_is_not_used(self, gradients):
+        """Else frozen branches, and losses of one of two heads, are warned of."""
+        strategy = towerstrategy.TowerStrategy(DEVICES[:3])
+        with strategy.scope():
+            weights = [*map(tf.Variable, WEIGHTS), tf.Variable([1.0, 2.0])]
+            optimizer = keras.optimizers.SGD(.1)
+
+        def step(x, y):
+            with tf.GradientTape() as tape:
+                loss = mean_squared(weights, x, y)
+            optimizer.apply(gradients(tape, loss, weights), weights)
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", warned.TowerWarning)
+            tf.function(lambda *batch: strategy.run(step, batch))(*strategy.split((X, Y)))
 
     def test_gradients_kept_by_each_tower(self):
         """Else accumulation by hand, in variables of each tower's own, is warned of."""

@@ -111,7 +111,8 @@ class Contract:
             values that are the same on all towers, or means.
           evenly: whether all towers have, or may have, as many rows; then dividing means is right.
         """
-        if gradient is None:
+        if gradient is None or isinstance(gradient, tf.Tensor) and not _tf.is_eager(gradient) \
+                and self._is_zero(gradient):
             return ""
         if isinstance(gradient, tf.IndexedSlices):
             state = self.of(gradient.values)
