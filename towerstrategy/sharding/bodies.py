@@ -18,7 +18,7 @@ from towerstrategy import _tensorflow as _tf
 from towerstrategy.sharding import graphs, packing
 from towerstrategy.sharding.across import Across
 from towerstrategy.sharding.builder import Builder, Ref
-from towerstrategy.sharding.propagate import CALLS, LOOPS, Layout, Nested
+from towerstrategy.sharding.propagate import Layout
 from towerstrategy.sharding.rules.registry import Op
 from towerstrategy.sharding.spec import (
     REPLICATED,
@@ -136,31 +136,6 @@ class Body:
         self.graph.outputs = [*outputs, *returned]
         self.graph.control_outputs = [self._builder.operation(name)
                                       for name in dict.fromkeys(self._effects)]
-
-
-def only_read(operation: Op, layouts: Sequence[Layout]) -> set[int]:
-    """The indices of a loop's inputs that are resources and are only read in it; none of others."""
-    return {index for index in operation.handles if operation.type in LOOPS and all(
-        _is_only_read(layout, layout.graph.inputs[index].name) for layout in layouts)}
-
-
-def _is_only_read(layout: Layout, name: str) -> bool:
-    """Whether operations read a resource by itself, also in called functions and in loops."""
-    if not isinstance(layout.specs[name], Replicated):
-        return False  # each tower has its own
-    for operation in layout.order:
-        if name in operation.input_names and not operation.reads_variable:
-            plan = layout.plans.get(operation.name)
-            if not isinstance(plan, Nested) or operation.type not in (*CALLS, *LOOPS):
-                return False
-            places = [at for at, each in enumerate(operation.input_names) if each == name]
-            if not all(_is_only_read(inner, inner.graph.inputs[at].name)
-                       for at in places for inner in plan.layouts):
-                return False
-            if operation.type in LOOPS and not all(  # it gives the resource back
-                    _is_only_read(layout, operation.output_names[at]) for at in places):
-                return False
-    return True
 
 
 def _count_of(spec: Spec, towers: int) -> int:

@@ -97,7 +97,14 @@ class Partition:
                 outputs = self._in_one_op(operation, plan, values, controls, towers)
             else:
                 outputs = self._on_towers(operation, plan, values, controls, towers)
+        self._note_outputs(operation, plan, outputs)
+
+    def _note_outputs(self, operation: Op, plan: Any, outputs: Sequence[Value]) -> None:
+        """Notes the values of an operation's outputs."""
         self._values.update(zip(operation.output_names, outputs))
+        for index in getattr(plan, "only_read", ()):  # a loop gives such a variable back
+            self._values[operation.output_names[index]] = self._values[
+                operation.input_names[index]]
 
     def _controls(self, operation: Op) -> list[str]:
         """The nodes that an operation's nodes wait for."""
@@ -222,8 +229,6 @@ class Partition:
         outputs = [self._output(towers, tensor, spec, index, part, once,
                                 maker.home if plan.make is not None else "")
                    for index, (tensor, spec) in enumerate(zip(operation.outputs, plan.gives))]
-        if isinstance(plan, Nested):
-            outputs = self._passed_on(operation, plan, values, outputs)
         return outputs if rows is None else [value.without_padding(rows) for value in outputs]
 
     def _part(self, plan: Plan, maker: Maker, home: str, of_shapes: bool, controls: list[str]
@@ -234,8 +239,7 @@ class Partition:
             make = plan.make
             outputs = Lazily(lambda: make(maker))
             return Lazily(lambda tower: [output[tower] for output in outputs()])
-        if isinstance(plan, Nested) and operation.type in propagate.LOOPS \
-                and bodies.only_read(operation, plan.layouts):
+        if isinstance(plan, Nested) and plan.only_read:
             return Lazily(lambda tower: self._on_one_tower(
                 operation, plan, maker.inputs, self._controls_on(controls, tower), towers, tower))
         make_part = None if towers.on_cpu else plan.part
@@ -287,25 +291,19 @@ class Partition:
         return Partition(towers, f"{self._scope}{operation.name}/", self._once_scope_of(operation))
 
     def _on_one_tower(self, operation: Op, plan: Any, values: Sequence[Value],
-                      controls: list[str], towers: Towers, tower: int) -> list[Ref]:
+                      controls: list[str], towers: Towers, tower: int) -> list[Any]:
         """The outputs of a branch or loop that a tower runs by itself."""
         alone, own = towers.alone(tower), []
-        held = bodies.only_read(operation, plan.layouts)
+        taken = {*operation.handles} - plan.only_read
         for index, (value, spec) in enumerate(zip(values, plan.takes)):
             spec = spec.given if isinstance(spec, Sharded) else spec
             own.append(Value(alone, spec, value.shape, functools.partial(value.part, tower),
                              functools.partial(_part_of, value, tower),
-                             value.device if index in {*operation.handles} - held else ""))
+                             value.device if index in taken else ""))
             own[-1].read = functools.partial(self._read, value, controls)
         outputs = self._in_one_op(operation, plan, own, controls, alone, alone.scopes[0])
-        return [Ref("", 0, tf.resource) if index in held else value.part(0)  # see _passed_on
+        return [None if index in plan.only_read else value.part(0)  # nothing takes it
                 for index, value in enumerate(outputs)]
-
-    def _passed_on(self, operation: Op, plan: Any, values: Sequence[Value],
-                   outputs: Sequence[Value]) -> list[Value]:
-        """The outputs of an operation; those of a loop that it was not given are its inputs."""
-        held = bodies.only_read(operation, plan.layouts)
-        return [values[index] if index in held else output for index, output in enumerate(outputs)]
 
     def _in_one_op(self, operation: Op, plan: Any, values: Sequence[Value],
                    controls: list[str], towers: Towers, scope: str = "") -> list[Value]:
@@ -316,7 +314,7 @@ class Partition:
         loop = operation.type in propagate.LOOPS
         first = 0 if loop else 1
         reads = {index: functools.partial(self._read, values[index], controls)
-                 for index in bodies.only_read(operation, plan.layouts)}
+                 for index in plan.only_read}
         refs: list[Ref] = []
         for index, value in enumerate(values[first:]):
             refs += [] if index in reads else bodies.refs_of(value)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import Any
 
 import tensorflow as tf
@@ -51,10 +51,12 @@ class Nested(Plan):
       layouts: the layouts of its functions: the body of a call, all branches, or a loop's condition
         and body.
       local: whether each tower can run it alone, because nothing in it needs another tower's data.
+      only_read: see :func:`only_read`.
     """
 
     layouts: Sequence[Layout] = ()
     local: bool = False
+    only_read: Set[int] = frozenset()
 
 
 @dataclasses.dataclass
@@ -303,7 +305,9 @@ class _Propagation:
         takes = [dataclasses.replace(after, start=True)
                  if isinstance(before, Replicated) and isinstance(after, Sharded) else after
                  for before, after in zip(specs, variables)]
-        return Nested(takes, variables, layouts=[tested, layout], local=local)
+        layouts = [tested, layout]
+        return Nested(takes, variables, layouts=layouts, local=local,
+                      only_read=only_read(operation, layouts))
 
     def _fixpoint(self, body: Any, operation: Op, specs: Sequence[Spec],
                   are_read: Sequence[bool]) -> tuple[list[Spec], Layout] | None:
@@ -321,6 +325,28 @@ class _Propagation:
                          for first, now in zip(specs, after)]
             variables = after
         return None
+
+
+def only_read(operation: Op, layouts: Sequence[Layout]) -> Set[int]:
+    """The indices of a loop's inputs that are variables which it only reads, for all towers.
+
+    The loop is given their values, read before it.
+    """
+    return {index for index in operation.handles if all(
+        _is_only_read(layout, layout.graph.inputs[index].name) for layout in layouts)}
+
+
+def _is_only_read(layout: Layout, name: str) -> bool:
+    """Whether operations read a variable by itself, also in called functions and in loops."""
+    for operation in layout.order:
+        if name in operation.input_names and not operation.reads_variable:
+            plan, at = layout.plans.get(operation.name), operation.input_names.index(name)
+            if not isinstance(plan, Nested) or operation.type in BRANCHES or not (
+                    at in plan.only_read and _is_only_read(layout, operation.output_names[at])
+                    if operation.type in LOOPS else
+                    _is_only_read(plan.layouts[0], plan.layouts[0].graph.inputs[at].name)):
+                return False
+    return isinstance(layout.specs[name], Replicated)
 
 
 def _is_summed_each_iteration(layout: Layout, tensor: tf.Tensor) -> bool:

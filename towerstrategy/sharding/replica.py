@@ -245,7 +245,7 @@ class ReplicaPartition(Partition):
                 self._towers)
         else:
             return super()._operation(layout, operation)
-        self._values.update(zip(operation.output_names, outputs))
+        self._note_outputs(operation, plan, outputs)
 
     def _on_each_tower(self, operation: Op, values: Sequence[Value],
                        plan: replica_plans.OnEachTower) -> list[Value]:
@@ -271,8 +271,6 @@ class ReplicaPartition(Partition):
             part(tower)
         outputs = [Value(towers, PER_TOWER, tensor.shape, None, part.output(index), device)
                    for index, tensor in enumerate(operation.outputs)]
-        if plan.layouts:
-            outputs = self._passed_on(operation, plan, values, outputs)
         if padded_plan is not None:
             outputs = [_with_spec(_with_spec(value, spec).without_padding(rows), PER_TOWER)
                        for value, spec in zip(outputs, padded_plan.gives)]

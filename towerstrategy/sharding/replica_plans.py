@@ -12,11 +12,12 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence, Set
+from typing import Any
 
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy.sharding import bodies, graphs, propagate
+from towerstrategy.sharding import graphs, propagate
 from towerstrategy.sharding.contract import Contract
 from towerstrategy.sharding.propagate import Layout, Nested
 from towerstrategy.sharding.rules import registry
@@ -39,10 +40,12 @@ class OnEachTower(Plan):
     Attributes:
       padded_plan: the table's plan, if a tower without rows must pad the operation's inputs.
       layouts: the layouts of the functions of a branch or a loop, if each tower has its own ones.
+      only_read: see :func:`propagate.only_read`.
     """
 
     padded_plan: Plan | None = None
     layouts: Sequence[Layout] = ()
+    only_read: Set[int] = frozenset()
 
 
 class WithAllRows(Plan):
@@ -93,24 +96,25 @@ class Plans:
         pads = self._pads and padded is not None and self._traffic.pads(padded)
         return OnEachTower(specs, [PER_TOWER] * len(operation.outputs),
                            padded_plan=padded if pads else None,
-                           layouts=self._layouts(operation, specs, states))
+                           **self._functions(operation, specs, states))
 
-    def _layouts(self, operation: Op, specs: Sequence[Spec], states: Contract) -> list[Layout]:
-        """The layouts of the functions that an operation calls, if each tower must have its own."""
+    def _functions(self, operation: Op, specs: Sequence[Spec], states: Contract) -> dict[str, Any]:
+        """``layouts`` and ``only_read`` of an operation that calls functions; {} of others."""
         if operation.type not in (*propagate.CALLS, *propagate.BRANCHES, *propagate.LOOPS):
-            return []
+            return {}
         first = int(operation.type in propagate.BRANCHES)  # behind the condition
         taken: list[Spec] = [spec if tensor.dtype == tf.resource else PER_TOWER for tensor, spec
                              in zip(operation.inputs[first:], specs[first:])]
         layouts = [self._layout(inner, taken) for inner in states.bodies(operation.operation)]
         compiled = operation.type in propagate.CALLS
-        if not any(_differs(layout, not compiled) for layout in layouts) \
-                and not bodies.only_read(operation, layouts):
-            return []
+        read = propagate.only_read(operation, layouts) if operation.type in propagate.LOOPS \
+            else frozenset()
+        if not read and not any(_differs(layout, not compiled) for layout in layouts):
+            return {}
         if compiled:
             raise NeedsOwnTrace("a function that XLA compiles would draw the same numbers on every "
                                 "tower")
-        return layouts
+        return {"layouts": layouts, "only_read": read}
 
     def _layout(self, states: Contract, specs: Sequence[Spec], summed: Sequence[str] = ()
                 ) -> Layout:
