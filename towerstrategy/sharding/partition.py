@@ -315,9 +315,8 @@ class Partition:
         first = 0 if loop else 1
         reads = {index: functools.partial(self._read, values[index], controls)
                  for index in plan.only_read}
-        refs: list[Ref] = []
-        for index, value in enumerate(values[first:]):
-            refs += [] if index in reads else bodies.refs_of(value)
+        refs = [ref for index, value in enumerate(values[first:]) if index not in reads
+                for ref in bodies.refs_of(value)]
         specs = [spec.given if isinstance(spec, Sharded) else spec for spec in plan.takes[first:]]
         functions = [bodies.Body(towers, layout, specs, values[first:], operation, reads)
                      for layout in plan.layouts]
