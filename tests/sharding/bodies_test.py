@@ -80,6 +80,8 @@ class LoopsTest(parameterized.TestCase):
         for loop in loops:
             body = _tf.body_of(graph, loop.get_attr("body").name)
             self.assertNotIn("ReadVariableOp", {each.type for each in body.get_operations()})
+            self.assertEqual({each.device for each in loop.inputs if each.dtype.is_floating},
+                             {loop.device})  # TensorFlow keeps it there from turn to turn
 
 
 if __name__ == "__main__":

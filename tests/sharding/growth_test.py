@@ -50,7 +50,7 @@ def calls(function):
 def towers_of(builder, devices):
     rows = [[device] for device in devices]
     return Towers(builder, rows, "", "", [f"tower_{tower}/" for tower in range(len(rows))],
-                  lambda tower: None, on_cpu=False)
+                  lambda *_: None, on_cpu=False)
 
 
 def parts_of(towers, shape):

@@ -89,6 +89,20 @@ for _name, _names in GROUPS.items():
 
 
 @program
+def a_state_that_is_broadcast_without_iterations():
+    w, turns = weights(4, 4), tf.Variable(0)
+
+    def loss_of(x, y):
+        shapes = tf.TensorShape([]), tf.TensorShape([None, 4])
+        state = tf.while_loop(lambda number, _: number < turns, lambda number, _: (
+            number + 1, tf.tanh(x @ w)), (0, w[:1]), shapes)[1]
+        turns.assign_add(1)
+        return tf.reduce_mean((state + x) ** 2)
+
+    return descend(loss_of, w)
+
+
+@program
 def penalty_on_gradients_of_attention():
     """Shapes in the second gradient of a product are known by rules, not by TensorFlow."""
     w = weights(4, 6)

@@ -321,7 +321,7 @@ class _Emitter:
             merge="",
             host="",
             scopes=[f"tower_{at}/" for at in range(len(rows))],
-            counts=counts.__getitem__,
+            counts=lambda tower, _: counts[tower],
         )
         self._refs: dict[Any, list[Any]] = {}  # the constants for each input and spec
         self._emitted: list[_Emitted] = []

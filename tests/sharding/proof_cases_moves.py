@@ -191,6 +191,7 @@ def _joints() -> None:
     for shapes in (([6, 4], [6, 4], [6, 4]), ([4, 6], [4, 6])):
         axis = shapes[0].index(6)
         case("ConcatOffset", axis, [np.asarray(shape, np.int32) for shape in shapes])
+    case("ConcatOffset", 1, [np.asarray(shape, np.int32) for shape in ([6, 4], [6, 2])])
     around(
         "ConcatV2",
         lambda x, y: raw.ConcatV2(values=[tf.shape(x)[:1], [2], tf.shape(y)[1:]], axis=0),

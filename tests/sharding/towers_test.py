@@ -10,7 +10,7 @@ from towerstrategy.sharding.towers import MOST_TO_EXCHANGE, Towers
 def towers(*kinds, on_cpu=False):
     devices = [[f"/device:{kind}:{number}"] for number, kind in enumerate(kinds)]
     scopes = [f"tower_{number}/" for number in range(len(kinds))]
-    return Towers(Builder(tf.Graph()), devices, "", "", scopes, lambda tower: None, on_cpu)
+    return Towers(Builder(tf.Graph()), devices, "", "", scopes, lambda *_: None, on_cpu)
 
 
 class TowersTest(absltest.TestCase):

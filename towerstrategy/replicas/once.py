@@ -106,7 +106,7 @@ class _Once(contexts.Call):
         graph = tf.compat.v1.get_default_graph()
         _tf.hand_on_functions(self._graph, graph)
         layout = per_tower.layout(self.contract, traffic.of_strategy(self._strategy, None))
-        towers = step.towers_of(self._strategy, Builder(graph), lambda _: None)
+        towers = step.towers_of(self._strategy, Builder(graph), lambda *_: None)
         partition = replica.ReplicaPartition(towers, per_tower)
         values = partition.run(layout, per_tower.inputs(towers))
         keys, outputs = [], []

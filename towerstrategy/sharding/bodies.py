@@ -52,7 +52,8 @@ class Body:
     def __init__(self, outer: Towers, layout: Layout, specs: Sequence[Spec],
                  values: Sequence[Value], operation: Op,
                  reads: Mapping[int, Callable[[Op], Ref]]) -> None:
-        self._outer, self.layout, self._specs, self._reads = outer, layout, specs, reads
+        self._outer, self.layout, self._reads = outer, layout, reads
+        self._specs = [spec.given if isinstance(spec, Sharded) else spec for spec in specs]
         self.graph = _tf.new_function_graph(layout.graph, operation.name)
         self.extras: dict[Any, Extra] = {}
         self._placeholders: dict[Any, tf.Tensor] = {}
@@ -91,11 +92,11 @@ class Body:
             lambda: _tf.placeholder_like(operation.outputs[0]),
             lambda: self._reads[index](operation)))
 
-    def _count(self, tower: int | None) -> Ref:
+    def _count(self, tower: int | None, dtype: tf.DType) -> Ref:
         is_scalar = tower is not None
-        return self._extra(tower, Extra(
-            lambda: tf.compat.v1.placeholder(tf.int64, [] if is_scalar else [self._outer.replicas]),
-            lambda: self._outer.counts() if tower is None else self._outer.count(tower)))
+        return self._extra((tower, dtype), Extra(
+            lambda: tf.compat.v1.placeholder(dtype, [] if is_scalar else [self._outer.replicas]),
+            lambda: self._outer.counts() if tower is None else self._outer.count(tower, dtype)))
 
     def _outside(self, tensor: tf.Tensor) -> Ref:
         """A tensor of the step's graph, such as a collective operation's key, as an argument."""

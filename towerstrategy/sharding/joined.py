@@ -92,10 +92,10 @@ def loop_variable(before: Spec, after: Spec, tensor: tf.Tensor, result: tf.Tenso
         if isinstance(after, Partial):
             return after if after.reduction == "sum" else REPLICATED
         if isinstance(after, Sharded) and of_batch(after) and tensor.shape.rank is not None:
-            # It may start with other rows than the batch's.  AutoGraph starts a variable that is
-            # first set in the loop with no rows.
+            # It may start with other rows than the batch's, or with one that is broadcast if there
+            # is no iteration.  AutoGraph starts what is first set in the loop with no rows.
             size = tensor.shape[after.dim]
-            if not is_read or size is not None and size == result.shape[after.dim]:
+            if size is not None and (size == result.shape[after.dim] or not is_read and size != 1):
                 return after
     if before == SUM and isinstance(after, Replicated):
         return before

@@ -21,9 +21,11 @@ from towerstrategy.sharding import bodies, homes, propagate, staging
 from towerstrategy.sharding.builder import Ref
 from towerstrategy.sharding.maker import Maker
 from towerstrategy.sharding.propagate import Layout, Nested
+from towerstrategy.sharding.rules import scaling
 from towerstrategy.sharding.rules.registry import Op, Plan
 from towerstrategy.sharding.spec import (
     REPLICATED,
+    SUM,
     Axes,
     ListOf,
     Partial,
@@ -56,6 +58,7 @@ class Partition:
         # variable, which a later call may write.
         self.effects: list[str] = []
         self._outer_controls: list[str] = []  # nodes that all stateful operations wait for
+        self._read_before: dict[Any, Ref] = {}  # what operations in loops read -> its value
         self._homes: dict[str, str] = {}  # operation -> device, see homes.homes
         self._sum_devices: dict[str, str] = {}  # tensor -> where it is summed or gathered
         self._updates: set[str] = set()  # operations that only updates of variables need
@@ -89,7 +92,8 @@ class Partition:
         if isinstance(plan, Nested) and operation.type in propagate.CALLS:
             outputs = self._inlined(operation, plan.layouts[0], values, controls, towers)
         else:
-            values = [value.at(towers).as_spec(spec) for value, spec in zip(values, plan.takes)]
+            values = [_redistributed(value.at(towers), spec, tensor) for value, spec, tensor in zip(
+                values, plan.takes, operation.inputs)]
             if plan.once:
                 outputs = [value.as_spec(spec) for value, spec in zip(
                     self._run_once(operation, plan, values, controls, towers), plan.gives)]
@@ -227,7 +231,7 @@ class Partition:
             for tower in range(len(towers)):
                 part(tower)
         outputs = [self._output(towers, tensor, spec, index, part, once,
-                                maker.home if plan.make is not None else "")
+                                maker.home if plan.make is not None else "", of_shapes)
                    for index, (tensor, spec) in enumerate(zip(operation.outputs, plan.gives))]
         return outputs if rows is None else [value.without_padding(rows) for value in outputs]
 
@@ -241,20 +245,27 @@ class Partition:
             return Lazily(lambda tower: [output[tower] for output in outputs()])
         if isinstance(plan, Nested) and plan.only_read:
             return Lazily(lambda tower: self._on_one_tower(
-                operation, plan, maker.inputs, self._controls_on(controls, tower), towers, tower))
+                operation, plan, maker.inputs, controls, towers, tower))
         make_part = None if towers.on_cpu else plan.part
 
         @Lazily
         def part(tower: int) -> list[Ref]:
             return make_part(maker, tower) if make_part is not None else self._copy(
-                operation, [value.part(tower) for value in maker.inputs],
+                operation, self._inputs_of(operation, maker.inputs, towers, tower),
                 home or (towers.shapes_on(tower) if of_shapes else towers.devices[tower]),
                 tower, controls if operation.has_effect else self._controls_on(controls, tower))
 
         return part
 
+    def _inputs_of(self, operation: Op, values: Sequence[Value], towers: Towers,
+                   tower: int) -> list[Ref]:
+        """A tower's inputs of its copy of an operation."""
+        refs = [value.part(tower) for value in values]
+        return [towers.brought(tower, ref) for ref in refs] \
+            if operation.type in propagate.LOOPS else refs
+
     def _output(self, towers: Towers, tensor: tf.Tensor, spec: Spec, index: int, parts: Lazily,
-                whole: Lazily | None, home: str) -> Value:
+                whole: Lazily | None, home: str, of_shapes: bool) -> Value:
         if isinstance(spec, Axes) and whole is not None:
             return Value(towers, spec, tensor.shape, whole.output(index))
         part = parts.output(index)
@@ -262,7 +273,8 @@ class Partition:
             return Value(towers, spec, tensor.shape,
                          None if whole is None else whole.output(index), part)
         if isinstance(spec, Replicated):  # each tower makes the same value
-            return Value(towers, spec, tensor.shape, lambda: part(0), part, home)
+            constant = (lambda tower, _: part(tower)) if of_shapes and not towers.on_cpu else None
+            return Value(towers, spec, tensor.shape, lambda: part(0), part, home, constant)
         rows = tensor.dtype.is_floating or not _is_small(tensor)
         return Value(towers, spec, tensor.shape, None, part, self._sum_devices.get(tensor.name)
                      or (towers.spare if rows else ""))
@@ -296,30 +308,24 @@ class Partition:
         alone, own = towers.alone(tower), []
         taken = {*operation.handles} - plan.only_read
         for index, (value, spec) in enumerate(zip(values, plan.takes)):
-            spec = spec.given if isinstance(spec, Sharded) else spec
-            own.append(Value(alone, spec, value.shape, functools.partial(value.part, tower),
-                             functools.partial(_part_of, value, tower),
-                             value.device if index in taken else ""))
+            own.append(value.of_one(tower, alone, spec, value.device if index in taken else ""))
             own[-1].read = functools.partial(self._read, value, controls)
-        outputs = self._in_one_op(operation, plan, own, controls, alone, alone.scopes[0])
+        outputs = self._in_one_op(operation, plan, own, self._controls_on(controls, tower), alone,
+                                  alone.scopes[0])
         return [None if index in plan.only_read else value.part(0)  # nothing takes it
                 for index, value in enumerate(outputs)]
 
     def _in_one_op(self, operation: Op, plan: Any, values: Sequence[Value],
                    controls: list[str], towers: Towers, scope: str = "") -> list[Value]:
-        """The outputs of one branch or loop for all towers, which takes each tower's inputs.
-
-        Variables that a loop only reads are read once, before it.
-        """
+        """The outputs of one branch or loop for all towers; of one tower in its ``scope``."""
         loop = operation.type in propagate.LOOPS
         first = 0 if loop else 1
         reads = {index: functools.partial(self._read, values[index], controls)
                  for index in plan.only_read}
         refs = [ref for index, value in enumerate(values[first:]) if index not in reads
                 for ref in bodies.refs_of(value)]
-        specs = [spec.given if isinstance(spec, Sharded) else spec for spec in plan.takes[first:]]
-        functions = [bodies.Body(towers, layout, specs, values[first:], operation, reads)
-                     for layout in plan.layouts]
+        functions = [bodies.Body(towers, layout, plan.takes[first:], values[first:], operation,
+                                 reads) for layout in plan.layouts]
         for number, body in enumerate(functions):
             partition = self._in_body(body.towers)
             results = partition.run(body.layout, body.values, output_devices=(
@@ -330,6 +336,7 @@ class Partition:
         for number, body in enumerate(functions):
             body.finish(extras, returns_extras=loop and number == 1)
         refs += [extra.outer() for extra in extras.values()]
+        refs = [towers.brought(0, ref) for ref in refs] if scope else refs
         dtypes = [ref.dtype for ref in functions[-1].results]
         names = [_tf.add_function(towers.builder.graph, body.graph) for body in functions]
         types = bodies.types_of(ref.dtype for ref in refs)
@@ -351,19 +358,26 @@ class Partition:
             for index, (tensor, spec) in enumerate(zip(operation.outputs, plan.gives))]
 
     def _read(self, value: Value, controls: Sequence[str], operation: Op) -> Ref:
-        """The value that an operation of a loop reads of a variable, read before the loop."""
+        """The value that an operation of a loop reads of a variable, read before the loop, once."""
         if value.read is not None:
             return value.read(operation)
-        return self._copy(operation, [value.whole()], value.device, None, controls)[0]
+        key = operation.name, value.whole()
+        if key not in self._read_before:
+            ref, = self._copy(operation, [value.whole()], value.device, None, controls)
+            self._towers.builder.note_shape(ref, operation.outputs[0].shape)
+            self._read_before[key] = ref
+        return self._read_before[key]
 
     def _in_body(self, towers: Towers) -> Partition:
         """The partition of a branch or a loop body."""
         return Partition(towers)
 
 
-def _part_of(value: Value, tower: int, _: int) -> Ref:
-    """A tower's part of a value, as the part of the only one of a tower by itself."""
-    return value.part(tower)
+def _redistributed(value: Value, wanted: Spec, tensor: tf.Tensor) -> Value:
+    """The value of ``tensor`` with the wanted spec."""
+    is_zero = wanted == SUM and isinstance(value.spec, Replicated) \
+        and value.shape.is_fully_defined() and scaling.is_zero(tensor)
+    return value.as_zeros(tensor.dtype) if is_zero else value.as_spec(wanted)
 
 
 def _is_small(tensor: tf.Tensor) -> bool:

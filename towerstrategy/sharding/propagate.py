@@ -363,7 +363,7 @@ def is_local(layout: Layout, outputs: Sequence[Spec], compiled: bool = False) ->
 
     ``compiled`` says that XLA compiles them; no kernel of XLA fails on zero rows.
     """
-    if not _match(layout.outputs, outputs):
+    if not _match_but_zeros(layout.graph.outputs, layout.outputs, outputs):
         return False
     return all(_is_local(layout, operation, compiled) for operation in layout.order
                if operation.name in layout.plans)
@@ -373,12 +373,18 @@ def _is_local(layout: Layout, operation: Op, compiled: bool) -> bool:
     plan, specs = layout.plans[operation.name], layout.inputs_of(operation)
     if isinstance(plan, Nested):
         return (plan.local or operation.type in CALLS and is_local(
-            plan.layouts[0], plan.gives, compiled)) and _match([
-                SUM if wanted == SUM and scaling.is_zero(tensor) else spec for tensor, spec, wanted
-                in zip(operation.inputs, specs, plan.takes)], plan.takes)
+            plan.layouts[0], plan.gives, compiled)) and _match_but_zeros(
+                operation.inputs, specs, plan.takes)
     if plan.once:
         return all(isinstance(spec, Replicated) for spec in specs) and not operation.has_state
     return plan.make is None and (compiled or not plan.padded) and _match(specs, plan.takes)
+
+
+def _match_but_zeros(tensors: Sequence[tf.Tensor], specs: Sequence[Spec],
+                     takes: Sequence[Spec]) -> bool:
+    """:func:`_match`, where a zero may be a part of a sum, on each tower."""
+    return _match([SUM if wanted == SUM and scaling.is_zero(tensor) else spec
+                   for tensor, spec, wanted in zip(tensors, specs, takes)], takes)
 
 
 def _match(specs: Sequence[Spec], takes: Sequence[Spec]) -> bool:

@@ -262,10 +262,10 @@ class ReplicaPartition(Partition):
                                    for value, spec in zip(values, padded_plan.takes)],
                                   padded_plan.ones)
         part = Lazily(lambda tower: self._on_one_tower(
-            operation, plan, values, self._controls_on(controls, tower), towers, tower)
+            operation, plan, values, controls, towers, tower)
             if plan.layouts else self._copy(
-                operation, [value.part(tower) for value in values], home or towers.devices[tower],
-                tower, self._controls_on(controls, tower),
+                operation, self._inputs_of(operation, values, towers, tower),
+                home or towers.devices[tower], tower, self._controls_on(controls, tower),
                 _attributes_with_seed(operation, self._first + tower)))
         for tower in self._order:
             part(tower)

@@ -92,7 +92,7 @@ def _on_towers(strategy: Any, fn: Callable[..., Any], args: Any, kwargs: Any) ->
     _report(strategy, layout)
     _tf.hand_on_functions(traced, graph)
     builder = Builder(graph)
-    towers = towers_of(strategy, builder, lambda tower: inputs.count(towers, tower))
+    towers = towers_of(strategy, builder, lambda tower, _: inputs.count(towers, tower))
     values = inputs.values(towers, builder, traced)
     partition = Partition(towers)
     devices = [strategy.extended.merge_device if isinstance(layout.specs[tensor.name], Sharded)
@@ -283,8 +283,8 @@ class _Component:
         self.known = tf.TensorSpec(tf.TensorShape([total]).concatenate(shape[1:]), parts[0].dtype)
 
 
-def towers_of(strategy: Any, builder: Builder, counts: Callable[[int | None], Ref | None]
-              ) -> Towers:
+def towers_of(strategy: Any, builder: Builder,
+              counts: Callable[[int | None, tf.DType], Ref | None]) -> Towers:
     """The strategy's towers, for nodes of ``builder``; ``counts`` as for :class:`Towers`."""
     placement = strategy.extended.placement
     stage_devices = [[_full(device) for device in placement.row(tower)]

@@ -46,8 +46,8 @@ class Towers:
       merge: the merge device.
       host: the CPU that holds the numbers of rows; kernels take shapes from its memory.
       scopes: the name scope of each tower's nodes, with a "/" at the end.
-      counts: returns a tower's number of rows, an int64 scalar; for None the numbers of all
-        workers' towers, an int64 vector, or None if they are unknown.
+      counts: returns a tower's number of rows, an integer scalar, if it can of the given dtype; for
+        None the numbers of all workers' towers, an int64 vector, or None if they are unknown.
       on_cpu: whether the towers are CPUs, which make their shapes themselves.
       draws_rows: whether a tower draws its rows of one device's random numbers, or its own numbers.
       across: the values that cross workers, each of which has towers; None with one worker.
@@ -61,7 +61,8 @@ class Towers:
     stage: int | None = None
 
     def __init__(self, builder: Builder, stage_devices: Sequence[Sequence[str]], merge: str,
-                 host: str, scopes: Sequence[str], counts: Callable[[int | None], Ref | None],
+                 host: str, scopes: Sequence[str],
+                 counts: Callable[[int | None, tf.DType], Ref | None],
                  on_cpu: bool = False, draws_rows: bool = True,
                  across: Across | None = None, spare: str = "") -> None:
         self.spare = spare
@@ -94,8 +95,19 @@ class Towers:
         """A tower by itself, of which all rows are the batch's."""
         return Towers(self.builder, [self.stage_devices[tower]], self.devices[tower], self.host,
                       [self.scopes[tower]],
-                      lambda each: None if each is None else self.count(tower),
+                      lambda each, dtype: None if each is None else self.count(tower, dtype),
                       self.on_cpu, self.draws_rows).at(self.stage)
+
+    def brought(self, tower: int, ref: Ref) -> Ref:
+        """A tensor for a loop on a tower, which keeps it on the device of the node that makes it.
+
+        TensorFlow places what goes around in a loop with the node that makes the input.  Resources,
+        lists and strings stay where they are.
+        """
+        here = self.devices[tower]
+        if ref.dtype in (tf.resource, tf.variant, tf.string) or self.builder.device(ref) == here:
+            return ref
+        return self.on(tower, "Identity", ref)
 
     def stage_on(self, device: str) -> int | None:
         """The stage, of any tower, that is on ``device``; None without stages."""
@@ -122,16 +134,16 @@ class Towers:
     @cached
     def count(self, tower: int, dtype: tf.DType = tf.int64) -> Ref:
         """A tower's number of rows."""
-        if dtype != tf.int64:
-            return self.on_host("Cast", self.count(tower), DstT=dtype)
-        count = self._counts(tower)
+        count = self._counts(tower, dtype)
         assert count is not None
-        return count
+        if count.dtype == dtype:
+            return count
+        return self.on_host("Cast", self.count(tower), DstT=dtype)
 
     @cached
     def counts(self) -> Ref:
         """The number of rows of each tower of all workers, a vector."""
-        counts = self._counts(None)
+        counts = self._counts(None, tf.int64)
         return counts if counts is not None else self._from_all_workers(
             [self.count(tower) for tower in range(len(self))], self.first, self.replicas)
 

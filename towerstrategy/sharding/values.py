@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,6 +31,7 @@ from towerstrategy.sharding.spec import (
 )
 from towerstrategy.sharding.towers import Towers
 
+ROWS = 1024  # a guess of a size that is unknown
 _REDUCTIONS = {"max": "Maximum", "min": "Minimum", "and": "LogicalAnd", "or": "LogicalOr"}
 
 
@@ -77,8 +79,9 @@ class Value:
 
     @property
     def size(self) -> int:
-        """Its number of entries; 0 if unknown."""
-        return self.shape.num_elements() or 0
+        """About how many entries it has; 0 if its rank is unknown."""
+        return math.prod(ROWS if size is None else size for size in self.shape) \
+            if self.shape.rank is not None else 0
 
     def whole(self) -> Ref:
         """The whole tensor."""
@@ -117,6 +120,11 @@ class Value:
                                                self.device, self.constant)
         return self._others[towers.stage]
 
+    def of_one(self, tower: int, alone: Towers, spec: Spec, device: str) -> Value:
+        """A tower's part, as a tensor of this tower by itself."""
+        return Value(alone, spec.given if isinstance(spec, Sharded) else spec, self.shape,
+                     functools.partial(self.part, tower), lambda _: self.part(tower), device)
+
     def parts(self) -> list[Ref]:
         """Each tower's part."""
         return [self.part(tower) for tower in range(len(self.towers))]
@@ -141,6 +149,13 @@ class Value:
             return Value(towers, wanted, self.shape, None, self.part)
         return Value(towers, wanted, self.shape, self.whole, None, self.device,
                      None if isinstance(self.spec, (Size, ListOf)) else self.constant)
+
+    def as_zeros(self, dtype: tf.DType) -> Value:
+        """The same tensor, known to be zero, as a sum of which each tower makes its own part."""
+        towers, build, sizes = self.towers, self.towers.builder, self.shape.as_list()
+        return Value(towers, SUM, self.shape, self.whole, lambda tower: towers.on(
+            tower, "Fill", build.constant(sizes, tf.int32, towers.devices[tower]),
+            build.constant(0, dtype, towers.devices[tower])))
 
     def as_constant(self, entries: Sequence[int], dtype: tf.DType) -> Value:
         """The same tensor, with a constant in place of each tower's part."""
