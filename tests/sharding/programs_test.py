@@ -27,7 +27,7 @@ CASES = [case for case in TURNS if case[0] not in programs.GROUPS or case[0] == 
 OTHERS = zip(NAMES, itertools.cycle(TOWERS[1:-1]))
 
 
-def outcome(name, strategy=None, in_scope=True, rows=programs.ROWS):
+def outcome(name, strategy=None, in_scope=True, rows=programs.ROWS, **options):
     """All that a program returns, then its variables."""
     keras.utils.set_random_seed(3)
     if strategy is None:
@@ -37,7 +37,7 @@ def outcome(name, strategy=None, in_scope=True, rows=programs.ROWS):
         with strategy.scope() if in_scope else contextlib.nullcontext():
             step, state = programs.PROGRAMS[name]()
         alone = len(strategy.extended.worker_devices) == 1  # as tf.function: traced for each shape
-        function = strategy.function(step, programs.SIGNATURE if alone else None)
+        function = strategy.function(step, programs.SIGNATURE if alone else None, **options)
         run = lambda x, y: function(*strategy.split((x, y)))  # noqa: E731
     given = [run(tf.constant(x), tf.constant(y)) for x, y in programs.batches(rows)]
     state = state() if callable(state) else state
@@ -49,11 +49,11 @@ of_one_device = functools.cache(outcome)
 
 class ProgramsTest(parameterized.TestCase):
 
-    def check(self, name, strategy, in_scope=True, rows=programs.ROWS):
+    def check(self, name, strategy, in_scope=True, rows=programs.ROWS, **options):
         expected = of_one_device(name, rows=rows)
         with warnings.catch_warnings():
             warnings.simplefilter("error", UserWarning)
-            given = outcome(name, strategy, in_scope, rows)
+            given = outcome(name, strategy, in_scope, rows, **options)
         self.assertEqual(len(given), len(expected))
         for one, other in zip(expected, given):
             self.assertEqual((one.shape, one.dtype), (other.shape, other.dtype))
@@ -75,6 +75,11 @@ class ProgramsTest(parameterized.TestCase):
     def test_however_the_towers_are_made(self, name, options):
         """Else a program is right until rows are dealt otherwise, or variables live elsewhere."""
         self.check(name, towerstrategy.TowerStrategy(DEVICES[:2], **options))
+
+    @wide.parameters("in_batch_negatives", wide=["first_set_in_a_loop", "triplet_hard"])
+    def test_compiled(self, name):
+        """Else a slice of all rows fails with XLA on several CPU towers."""
+        self.check(name, towerstrategy.TowerStrategy(DEVICES[:2]), jit_compile=True)
 
     @parameterized.parameters("triplet_hard", "searchsorted", "categorical", "ragged_rows",
                               "sinkhorn", "convolutions")

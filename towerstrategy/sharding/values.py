@@ -306,7 +306,8 @@ class Value:
         """The first position and the number of positions of a tower's slice.
 
         The last tower's ends where the tensor ends: if it has more rows than its consumers, they
-        fail there, as on one device.
+        fail there, as on one device.  (Not size -1: TensorFlow rewrites a slice of constant size
+        for XLA, to an operation on the host, which no cluster of another CPU may have.)
         """
         towers, is_last = self.towers, self.towers.first + tower == self.towers.replicas - 1
         begin, size = towers.offset(tower), towers.count(tower)
@@ -322,7 +323,7 @@ class Value:
             if may_be_one:
                 is_less = towers.on_host("Equal", times, towers.number(0))  # 1 // rows is 0
                 size = towers.on_host("SelectV2", is_less, self.rows_in(wanted.dim), size)
-        return begin, towers.number(-1) if is_last else size
+        return begin, towers.on_host("Sub", self.rows_in(wanted.dim), begin) if is_last else size
 
     def _slices_of_blocks(self, wanted: Sharded, tower: int) -> Ref:
         """A tower's slices of all blocks of the whole tensor; if its size there is 1, all of it."""
