@@ -52,9 +52,11 @@ class OrderTest(parameterized.TestCase):
         self.assertEqual([function(self.strategy.split(X)).numpy() for _ in range(CALLS)],
                          [*range(CALLS)])
 
-    @parameterized.parameters(True, False)
-    def test_in_an_earlier_call(self, in_run):
+    @parameterized.product(in_run=[False, True], is_called=[False, True])
+    def test_in_an_earlier_call(self, in_run, is_called):
         """Else two steps in a tf.function run at once, and the first one sees the second's."""
+        self.strategy.extended.keep_graphs = not is_called
+
         def of(step):
             function = self.strategy.function(step)
             return lambda x: self.strategy.reduce(

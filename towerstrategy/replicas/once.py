@@ -114,7 +114,7 @@ class _Once(contexts.Call):
             for tower in range(self._count if per_tower.differs(leaf) else 1):
                 keys.append((id(leaf), tower))
                 outputs.append((value.part(tower), leaf))
-        tensors, done = step.finished(self._strategy, towers, outputs, partition.effects, name)
+        tensors, done = step.finished(self._strategy, partition, outputs, name)
         tensor_of = dict(zip(keys, tensors))
 
         def of_tower(tower: int, leaf: Any) -> Any:

@@ -111,8 +111,8 @@ class Body:
         return self._builder.take(self._placeholders[key])
 
     def set_results(self, results: Iterable[Value], specs: Iterable[Spec],
-                    effects: Iterable[str], returns_inputs: bool = False) -> None:
-        """Makes the function return ``results`` with these specs, and run ``effects``.
+                    partition: Any, returns_inputs: bool = False) -> None:
+        """Makes the function return ``results`` with these specs, which ``partition`` has made.
 
         ``returns_inputs``: result i is what input i is in the next iteration.
         """
@@ -121,7 +121,8 @@ class Body:
                 self.results += refs_of(value.as_spec(spec))
         self._identities = [self._builder.make("Identity", [ref], "") for ref in self.results]
         crossings = self.towers.across.finish()
-        self.crosses, self._effects = bool(crossings), [*effects, *crossings]
+        self.crosses, self._effects = bool(crossings), [
+            *partition.effects, *partition.reads, *crossings]
 
     def finish(self, extras: Mapping[Any, Extra], returns_extras: bool) -> None:
         """Imports the nodes; the function takes, and may return, the extras of all bodies, too."""
@@ -137,6 +138,12 @@ class Body:
         self.graph.outputs = [*outputs, *returned]
         self.graph.control_outputs = [self._builder.operation(name)
                                       for name in dict.fromkeys(self._effects)]
+
+
+def given_back(plan: Any, values: Sequence[Value], outputs: Sequence[Value]) -> list[Value]:
+    """The outputs of a loop; the variables that it only reads are its inputs."""
+    return [values[index] if index in plan.only_read else output
+            for index, output in enumerate(outputs)]
 
 
 def _count_of(spec: Spec, towers: int) -> int:

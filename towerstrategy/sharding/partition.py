@@ -21,11 +21,9 @@ from towerstrategy.sharding import bodies, homes, propagate, staging
 from towerstrategy.sharding.builder import Ref
 from towerstrategy.sharding.maker import Maker
 from towerstrategy.sharding.propagate import Layout, Nested
-from towerstrategy.sharding.rules import scaling
 from towerstrategy.sharding.rules.registry import Op, Plan
 from towerstrategy.sharding.spec import (
     REPLICATED,
-    SUM,
     Axes,
     ListOf,
     Partial,
@@ -50,13 +48,12 @@ class Partition:
     """
 
     def __init__(self, towers: Towers, scope: str = "", once: str = homes.ONCE) -> None:
-        self._towers, self._scope, self._once_scope = towers, scope, once
+        self.towers, self._scope, self._once_scope = towers, scope, once
         self._values: dict[str, Value] = {}
         self._nodes: dict[str, list[str]] = {}  # operation that others wait for -> its nodes
         self._owners: dict[str, int] = {}  # node -> the tower that it belongs to
-        # Nodes that have run when the graph has: those that have an effect, and those that read a
-        # variable, which a later call may write.
-        self.effects: list[str] = []
+        self.effects: list[str] = []  # nodes that must run
+        self.reads: list[str] = []  # nodes that read variables, which a later call may write
         self._outer_controls: list[str] = []  # nodes that all stateful operations wait for
         self._read_before: dict[Any, Ref] = {}  # what operations in loops read -> its value
         self._homes: dict[str, str] = {}  # operation -> device, see homes.homes
@@ -72,9 +69,9 @@ class Partition:
         self._values.update(zip((tensor.name for tensor in layout.graph.inputs), inputs))
         self._homes, self._sum_devices = homes.homes(layout, {
             name: value.device for name, value in self._values.items() if value.device},
-            self._towers.merge, output_devices)
+            self.towers.merge, output_devices)
         self._updates = homes.updates(layout)
-        self._stages = staging.stages_of(layout, self._values, self._towers)
+        self._stages = staging.stages_of(layout, self._values, self.towers)
         self._nodes = {name: [] for operation in layout.order for name in operation.controls}
         for operation in layout.order:
             if operation.name in layout.plans:
@@ -88,27 +85,21 @@ class Partition:
         plan = layout.plans[operation.name]
         values = [self._values[name] for name in operation.input_names]
         controls = self._controls(operation)
-        towers = self._towers.at(self._stages.get(operation.name, self._towers.stage))
+        towers = self.towers.at(self._stages.get(operation.name, self.towers.stage))
         if isinstance(plan, Nested) and operation.type in propagate.CALLS:
             outputs = self._inlined(operation, plan.layouts[0], values, controls, towers)
         else:
-            values = [_redistributed(value.at(towers), spec, tensor) for value, spec, tensor in zip(
-                values, plan.takes, operation.inputs)]
+            if isinstance(plan, Nested):
+                values = list(map(Value.or_zeros, values, plan.takes, operation.inputs))
+            values = [value.at(towers).as_spec(spec) for value, spec in zip(values, plan.takes)]
             if plan.once:
-                outputs = [value.as_spec(spec) for value, spec in zip(
+                outputs = [value.as_rows(spec) for value, spec in zip(
                     self._run_once(operation, plan, values, controls, towers), plan.gives)]
             elif isinstance(plan, Nested) and not plan.local:
                 outputs = self._in_one_op(operation, plan, values, controls, towers)
             else:
                 outputs = self._on_towers(operation, plan, values, controls, towers)
-        self._note_outputs(operation, plan, outputs)
-
-    def _note_outputs(self, operation: Op, plan: Any, outputs: Sequence[Value]) -> None:
-        """Notes the values of an operation's outputs."""
         self._values.update(zip(operation.output_names, outputs))
-        for index in getattr(plan, "only_read", ()):  # a loop gives such a variable back
-            self._values[operation.output_names[index]] = self._values[
-                operation.input_names[index]]
 
     def _controls(self, operation: Op) -> list[str]:
         """The nodes that an operation's nodes wait for."""
@@ -117,7 +108,7 @@ class Partition:
         outside = self._outer_controls if operation.is_stateful else []
         # If an assertion ends the step, no weight may have been updated.
         if operation.writes_variables and len(self._checks) > 1:
-            self._checks[:] = [self._towers.builder.gate(self._checks, self._towers.host)]
+            self._checks[:] = [self.towers.builder.gate(self._checks, self.towers.host)]
         checks = self._checks if operation.writes_variables else []
         return outside + checks + [node for before in operation.controls
                                    for node in self._nodes.get(before, ())]
@@ -130,10 +121,12 @@ class Partition:
         """Notes the nodes of an operation, for operations that wait for it and as effects."""
         if operation.name in self._nodes:
             self._nodes[operation.name] += nodes
-        if operation.has_effect or operation.handles:
+        if operation.has_effect:
             self.effects += nodes
-        if operation.has_effect and not operation.writes_variables:
-            self._checks += nodes
+            if not operation.writes_variables:
+                self._checks += nodes
+        elif operation.handles:
+            self.reads += nodes
 
     def _run_once(self, operation: Op, plan: Plan, values: Sequence[Value],
                   controls: list[str], towers: Towers) -> list[Value]:
@@ -163,8 +156,8 @@ class Partition:
 
     def _copy(self, operation: Op, inputs: Sequence[Ref], device: str, tower: int | None,
               controls: Iterable[str], attributes: bytes = b"") -> list[Ref]:
-        scope = self._once_scope_of(operation) if tower is None else self._towers.scopes[tower]
-        refs, name = self._towers.builder.copy(
+        scope = self._once_scope_of(operation) if tower is None else self.towers.scopes[tower]
+        refs, name = self.towers.builder.copy(
             operation, inputs, device, f"{scope}{self._scope}", controls, attributes=attributes)
         if tower is not None:
             self._owners[name] = tower
@@ -190,7 +183,7 @@ class Partition:
         if largest and largest.device:
             return largest.device
         large = not all(map(_is_small, operation.outputs))
-        return self._towers.spare if large and self._towers.spare else self._towers.merge
+        return self.towers.spare if large and self.towers.spare else self.towers.merge
 
     def _variable_device(self, operation: Op, values: Sequence[Value]) -> str:
         """The device of the variable whose handle an operation takes; "" without one."""
@@ -233,6 +226,8 @@ class Partition:
         outputs = [self._output(towers, tensor, spec, index, part, once,
                                 maker.home if plan.make is not None else "", of_shapes)
                    for index, (tensor, spec) in enumerate(zip(operation.outputs, plan.gives))]
+        if isinstance(plan, Nested):
+            outputs = bodies.given_back(plan, values, outputs)
         return outputs if rows is None else [value.without_padding(rows) for value in outputs]
 
     def _part(self, plan: Plan, maker: Maker, home: str, of_shapes: bool, controls: list[str]
@@ -294,8 +289,9 @@ class Partition:
         for value, tensor in zip(results, operation.outputs):
             value.shape = value.shape.merge_with(tensor.shape)  # the call may know more of it
         if operation.name in self._nodes:
-            self._nodes[operation.name] += inner.effects
+            self._nodes[operation.name] += [*inner.effects, *inner.reads]
         self.effects += inner.effects
+        self.reads += inner.reads
         return results
 
     def _within(self, towers: Towers, operation: Op) -> Partition:
@@ -331,7 +327,7 @@ class Partition:
             results = partition.run(body.layout, body.values, output_devices=(
                 () if loop else self._output_devices(operation)))
             body.set_results(results, plan.gives if number or not loop else [REPLICATED],
-                             partition.effects, returns_inputs=loop and number == 1)
+                             partition, returns_inputs=loop and number == 1)
         extras = {key: extra for body in functions for key, extra in body.extras.items()}
         for number, body in enumerate(functions):
             body.finish(extras, returns_extras=loop and number == 1)
@@ -364,20 +360,13 @@ class Partition:
         key = operation.name, value.whole()
         if key not in self._read_before:
             ref, = self._copy(operation, [value.whole()], value.device, None, controls)
-            self._towers.builder.note_shape(ref, operation.outputs[0].shape)
+            self.towers.builder.note_shape(ref, operation.outputs[0].shape)
             self._read_before[key] = ref
         return self._read_before[key]
 
     def _in_body(self, towers: Towers) -> Partition:
         """The partition of a branch or a loop body."""
         return Partition(towers)
-
-
-def _redistributed(value: Value, wanted: Spec, tensor: tf.Tensor) -> Value:
-    """The value of ``tensor`` with the wanted spec."""
-    is_zero = wanted == SUM and isinstance(value.spec, Replicated) \
-        and value.shape.is_fully_defined() and scaling.is_zero(tensor)
-    return value.as_zeros(tensor.dtype) if is_zero else value.as_spec(wanted)
 
 
 def _is_small(tensor: tf.Tensor) -> bool:

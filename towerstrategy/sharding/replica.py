@@ -17,7 +17,7 @@ from typing import Any
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy.sharding import graphs, homes, propagate, replica_plans
+from towerstrategy.sharding import bodies, graphs, homes, propagate, replica_plans
 from towerstrategy.sharding.builder import Ref
 from towerstrategy.sharding.contract import Contract
 from towerstrategy.sharding.partition import Partition
@@ -234,7 +234,7 @@ class ReplicaPartition(Partition):
             outputs, refs = self._tensors.transfer(operation, values)
             if operation.name in self._nodes:
                 self._nodes[operation.name] += [*self._controls(operation), *(
-                    ref.node for ref in refs if ref.node in self._towers.builder.nodes)]
+                    ref.node for ref in refs if ref.node in self.towers.builder.nodes)]
         elif isinstance(plan, replica_plans.OnEachTower):
             outputs = self._on_each_tower(operation, values, plan)
         elif isinstance(plan, replica_plans.WithAllRows):
@@ -242,18 +242,18 @@ class ReplicaPartition(Partition):
             outputs = self._run_once(operation, plan, [
                 _with_spec(value, spec, home) if isinstance(spec, Sharded) else value
                 for value, spec in zip(values, plan.takes)], self._controls(operation),
-                self._towers)
+                self.towers)
         else:
             return super()._operation(layout, operation)
-        self._note_outputs(operation, plan, outputs)
+        self._values.update(zip(operation.output_names, outputs))
 
     def _on_each_tower(self, operation: Op, values: Sequence[Value],
                        plan: replica_plans.OnEachTower) -> list[Value]:
         """The outputs of an operation that each tower runs."""
         padded_plan = plan.padded_plan
-        towers = self._towers.at(self._stages.get(operation.name, self._towers.stage))
+        towers = self.towers.at(self._stages.get(operation.name, self.towers.stage))
         device = operation.definition.device
-        device = "" if device in self._towers.stage_devices[0] else device
+        device = "" if device in self.towers.stage_devices[0] else device
         home = device or ("" if operation.type in (*propagate.BRANCHES, *propagate.LOOPS)
                           else self._variable_device(operation, values))
         controls = self._controls(operation)
@@ -271,13 +271,15 @@ class ReplicaPartition(Partition):
             part(tower)
         outputs = [Value(towers, PER_TOWER, tensor.shape, None, part.output(index), device)
                    for index, tensor in enumerate(operation.outputs)]
+        if plan.only_read:
+            outputs = bodies.given_back(plan, values, outputs)
         if padded_plan is not None:
             outputs = [_with_spec(_with_spec(value, spec).without_padding(rows), PER_TOWER)
                        for value, spec in zip(outputs, padded_plan.gives)]
         return outputs
 
     def _in_body(self, towers: Towers) -> Partition:
-        first = self._first + self._towers.scopes.index(towers.scopes[0])
+        first = self._first + self.towers.scopes.index(towers.scopes[0])
         return ReplicaPartition(towers, self._tensors, first=first)
 
     def _copy(self, operation: Op, inputs: Sequence[Ref], device: str, tower: int | None,
@@ -294,7 +296,7 @@ class ReplicaPartition(Partition):
         before = [self._writers[key] for key in (*reads, *writes) if key in self._writers]
         before += [name for key in writes for name in self._readers.pop(key, ())]
         refs = super()._copy(operation, inputs, device, tower, [*controls, *before], attributes)
-        name = next(reversed(self._towers.builder.nodes))
+        name = next(reversed(self.towers.builder.nodes))
         self._writers.update(dict.fromkeys(writes, name))
         for key in reads:
             self._readers.setdefault(key, []).append(name)

@@ -99,31 +99,30 @@ def _on_towers(strategy: Any, fn: Callable[..., Any], args: Any, kwargs: Any) ->
                else "" for tensor in traced.outputs]  # returned rows, such as predictions
     outputs = [value.whole() for value in partition.run(layout, values, output_devices=devices)]
     strategy.extended.crossings = dict(towers.crossings)
-    tensors, _ = finished(strategy, towers, zip(outputs, traced.outputs), partition.effects,
+    tensors, _ = finished(strategy, partition, zip(outputs, traced.outputs),
                           getattr(fn, "__name__", "step"))
     return packed(tensors)
 
 
-def finished(strategy: Any, towers: Towers, outputs: Iterable[tuple[Ref, tf.Tensor]],
-             effects: Sequence[str], name: str) -> tuple[list[tf.Tensor], list[tf.Operation]]:
+def finished(strategy: Any, partition: Partition, outputs: Iterable[tuple[Ref, tf.Tensor]],
+             name: str) -> tuple[list[tf.Tensor], list[tf.Operation]]:
     """Makes a function of the collected nodes and calls it, or imports them into the graph.
 
     Args:
       strategy: the strategy.
-      towers: its towers, whose builder has collected the nodes.
+      partition: has made the nodes.
       outputs: the outputs, each with its tensor in the traced graph.
-      effects: nodes that must run.
       name: the function's name.
 
     Returns:
       A tensor for each output, and the operations that must run, on which these tensors depend.
     """
-    builder, extended, outputs = towers.builder, strategy.extended, list(outputs)
+    towers, extended, outputs = partition.towers, strategy.extended, list(outputs)
+    builder, effects = towers.builder, list(dict.fromkeys(partition.effects))
     towers.across.finish()
     packing.finish(towers)
-    effects = list(dict.fromkeys(effects))
     if _is_called(strategy):
-        builder.call_all(_tf.new_name(name), dict(outputs), effects)
+        builder.call_all(_tf.new_name(name), dict(outputs), [*effects, *partition.reads])
     else:
         builder.finish()
     if extended.modes.compiles:

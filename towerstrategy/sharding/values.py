@@ -16,6 +16,7 @@ from typing import Any
 import tensorflow as tf
 
 from towerstrategy.sharding.builder import Ref
+from towerstrategy.sharding.rules import scaling
 from towerstrategy.sharding.spec import (
     MEAN,
     PER_TOWER,
@@ -137,6 +138,11 @@ class Value:
             self._others[wanted] = self._redistributed(wanted)
         return self._others[wanted]
 
+    def as_rows(self, wanted: Spec) -> Value:
+        """:meth:`as_spec`, for a tensor that is known to have all rows if they are sharded."""
+        return self._cut(wanted, has_rows=True) if isinstance(wanted, Sharded) \
+            else self.as_spec(wanted)
+
     def _redistributed(self, wanted: Spec) -> Value:
         towers = self.towers
         if isinstance(wanted, Sharded):
@@ -150,12 +156,15 @@ class Value:
         return Value(towers, wanted, self.shape, self.whole, None, self.device,
                      None if isinstance(self.spec, (Size, ListOf)) else self.constant)
 
-    def as_zeros(self, dtype: tf.DType) -> Value:
-        """The same tensor, known to be zero, as a sum of which each tower makes its own part."""
-        towers, build, sizes = self.towers, self.towers.builder, self.shape.as_list()
-        return Value(towers, SUM, self.shape, self.whole, lambda tower: towers.on(
-            tower, "Fill", build.constant(sizes, tf.int32, towers.devices[tower]),
-            build.constant(0, dtype, towers.devices[tower])))
+    def or_zeros(self, wanted: Spec, tensor: tf.Tensor) -> Value:
+        """The same tensor; if it is zero and wanted as a sum, each tower makes its own part."""
+        towers, build, shape = self.towers, self.towers.builder, self.shape
+        if wanted != SUM or not isinstance(self.spec, Replicated) \
+                or not shape.is_fully_defined() or not scaling.is_zero(tensor):
+            return self
+        return Value(towers, SUM, shape, self.whole, lambda tower: towers.on(
+            tower, "Fill", build.constant(shape.as_list(), tf.int32, towers.devices[tower]),
+            build.constant(0, tensor.dtype, towers.devices[tower])))
 
     def as_constant(self, entries: Sequence[int], dtype: tf.DType) -> Value:
         """The same tensor, with a constant in place of each tower's part."""
@@ -279,7 +288,7 @@ class Value:
         index = towers.on_host("Range", zero, towers.on_host("Size", parts[0]), one)
         return towers.on_host("SelectV2", towers.on_host("Equal", index, place), total, parts[0])
 
-    def _cut(self, wanted: Sharded) -> Value:
+    def _cut(self, wanted: Sharded, has_rows: bool = False) -> Value:
         """The whole tensor as a sharded one: each tower takes its slice."""
         towers, rank = self.towers, self.shape.rank
         assert rank is not None, "cut of unknown rank"
@@ -295,21 +304,22 @@ class Value:
         def part(tower: int) -> Ref:
             if towers.replicas == 1:
                 return self.whole()
-            begin, size = self._slice_of(wanted, tower)
+            begin, size = self._slice_of(wanted, tower, has_rows)
             return towers.on(tower, "Slice", self.whole(),
                              towers.vector(tower, begin, wanted.dim, rank, 0),
                              towers.vector(tower, size, wanted.dim, rank, -1), Index=tf.int64)
 
         return Value(towers, wanted.given, self.shape, self.whole, part)
 
-    def _slice_of(self, wanted: Sharded, tower: int) -> tuple[Ref, Ref]:
+    def _slice_of(self, wanted: Sharded, tower: int, has_rows: bool) -> tuple[Ref, Ref]:
         """The first position and the number of positions of a tower's slice.
 
         The last tower's ends where the tensor ends: if it has more rows than its consumers, they
         fail there, as on one device.  (Not size -1: TensorFlow rewrites a slice of constant size
         for XLA, to an operation on the host, which no cluster of another CPU may have.)
         """
-        towers, is_last = self.towers, self.towers.first + tower == self.towers.replicas - 1
+        towers = self.towers
+        is_last = not has_rows and towers.first + tower == towers.replicas - 1
         begin, size = towers.offset(tower), towers.count(tower)
         if wanted.start:
             begin = towers.on_host("Minimum", begin, self.rows_in(wanted.dim))
