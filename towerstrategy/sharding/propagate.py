@@ -332,8 +332,9 @@ def only_read(operation: Op, layouts: Sequence[Layout]) -> Set[int]:
 
     The loop is given their values, read before it.
     """
-    return {index for index in operation.handles if all(
+    others = {operation.input_names[index] for index in operation.handles if not all(
         _is_only_read(layout, layout.graph.inputs[index].name) for layout in layouts)}
+    return {index for index in operation.handles if operation.input_names[index] not in others}
 
 
 def _is_only_read(layout: Layout, name: str) -> bool:
