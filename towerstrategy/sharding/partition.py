@@ -238,7 +238,7 @@ class Partition:
             make = plan.make
             outputs = Lazily(lambda: make(maker))
             return Lazily(lambda tower: [output[tower] for output in outputs()])
-        if isinstance(plan, Nested) and plan.only_read:
+        if isinstance(plan, Nested):
             return Lazily(lambda tower: self._on_one_tower(
                 operation, plan, maker.inputs, controls, towers, tower))
         make_part = None if towers.on_cpu else plan.part
@@ -246,18 +246,11 @@ class Partition:
         @Lazily
         def part(tower: int) -> list[Ref]:
             return make_part(maker, tower) if make_part is not None else self._copy(
-                operation, self._inputs_of(operation, maker.inputs, towers, tower),
+                operation, [value.part(tower) for value in maker.inputs],
                 home or (towers.shapes_on(tower) if of_shapes else towers.devices[tower]),
                 tower, controls if operation.has_effect else self._controls_on(controls, tower))
 
         return part
-
-    def _inputs_of(self, operation: Op, values: Sequence[Value], towers: Towers,
-                   tower: int) -> list[Ref]:
-        """A tower's inputs of its copy of an operation."""
-        refs = [value.part(tower) for value in values]
-        return [towers.brought(tower, ref) for ref in refs] \
-            if operation.type in propagate.LOOPS else refs
 
     def _output(self, towers: Towers, tensor: tf.Tensor, spec: Spec, index: int, parts: Lazily,
                 whole: Lazily | None, home: str, of_shapes: bool) -> Value:
@@ -300,7 +293,11 @@ class Partition:
 
     def _on_one_tower(self, operation: Op, plan: Any, values: Sequence[Value],
                       controls: list[str], towers: Towers, tower: int) -> list[Any]:
-        """The outputs of a branch or loop that a tower runs by itself."""
+        """The outputs of a branch or loop that a tower runs by itself.
+
+        Its functions are its own: TensorFlow colocates operations by the names in a function that
+        several towers call.
+        """
         alone, own = towers.alone(tower), []
         taken = {*operation.handles} - plan.only_read
         for index, (value, spec) in enumerate(zip(values, plan.takes)):

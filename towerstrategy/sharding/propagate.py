@@ -341,8 +341,9 @@ def _is_only_read(layout: Layout, name: str) -> bool:
     """Whether operations read a variable by itself, also in called functions and in loops."""
     for operation in layout.order:
         if name in operation.input_names and not operation.reads_variable:
-            plan, at = layout.plans.get(operation.name), operation.input_names.index(name)
-            if not isinstance(plan, Nested) or operation.type in BRANCHES or not (
+            plan: Any = layout.plans.get(operation.name)
+            at = operation.input_names.index(name)
+            if not getattr(plan, "layouts", ()) or operation.type in BRANCHES or not (
                     at in plan.only_read and _is_only_read(layout, operation.output_names[at])
                     if operation.type in LOOPS else
                     _is_only_read(plan.layouts[0], plan.layouts[0].graph.inputs[at].name)):

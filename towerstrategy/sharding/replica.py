@@ -254,8 +254,7 @@ class ReplicaPartition(Partition):
         towers = self.towers.at(self._stages.get(operation.name, self.towers.stage))
         device = operation.definition.device
         device = "" if device in self.towers.stage_devices[0] else device
-        home = device or ("" if operation.type in (*propagate.BRANCHES, *propagate.LOOPS)
-                          else self._variable_device(operation, values))
+        home = device or self._variable_device(operation, values)
         controls = self._controls(operation)
         if padded_plan is not None:
             values, rows = padded([value if spec == REPLICATED else _with_spec(value, spec)
@@ -264,7 +263,7 @@ class ReplicaPartition(Partition):
         part = Lazily(lambda tower: self._on_one_tower(
             operation, plan, values, controls, towers, tower)
             if plan.layouts else self._copy(
-                operation, self._inputs_of(operation, values, towers, tower),
+                operation, [value.part(tower) for value in values],
                 home or towers.devices[tower], tower, self._controls_on(controls, tower),
                 _attributes_with_seed(operation, self._first + tower)))
         for tower in self._order:

@@ -39,7 +39,7 @@ class OnEachTower(Plan):
 
     Attributes:
       padded_plan: the table's plan, if a tower without rows must pad the operation's inputs.
-      layouts: the layouts of the functions of a branch or a loop, if each tower has its own ones.
+      layouts: the layouts of the functions of a branch or a loop, which each tower has of its own.
       only_read: see :func:`propagate.only_read`.
     """
 
@@ -94,27 +94,28 @@ class Plans:
         """The plan of an operation that each tower runs."""
         padded = states.padded.get(operation.name)
         pads = self._pads and padded is not None and self._traffic.pads(padded)
-        return OnEachTower(specs, [PER_TOWER] * len(operation.outputs),
-                           padded_plan=padded if pads else None,
-                           **self._functions(operation, specs, states))
+        functions = self._functions(operation, specs, states)
+        given_back = functions.get("only_read", ())
+        return OnEachTower(specs, [REPLICATED if index in given_back else PER_TOWER
+                                   for index in range(len(operation.outputs))],
+                           padded_plan=padded if pads else None, **functions)
 
     def _functions(self, operation: Op, specs: Sequence[Spec], states: Contract) -> dict[str, Any]:
-        """``layouts`` and ``only_read`` of an operation that calls functions; {} of others."""
-        if operation.type not in (*propagate.CALLS, *propagate.BRANCHES, *propagate.LOOPS):
+        """``layouts`` and ``only_read`` of a branch or a loop; {} of others."""
+        loop, branch = operation.type in propagate.LOOPS, operation.type in propagate.BRANCHES
+        if not loop and not branch and operation.type not in propagate.CALLS:
             return {}
-        first = int(operation.type in propagate.BRANCHES)  # behind the condition
-        taken: list[Spec] = [spec if tensor.dtype == tf.resource else PER_TOWER for tensor, spec
-                             in zip(operation.inputs[first:], specs[first:])]
-        layouts = [self._layout(inner, taken) for inner in states.bodies(operation.operation)]
-        compiled = operation.type in propagate.CALLS
-        read = propagate.only_read(operation, layouts) if operation.type in propagate.LOOPS \
-            else frozenset()
-        if not read and not any(_differs(layout, not compiled) for layout in layouts):
-            return {}
-        if compiled:
+        taken: list[Spec] = [spec if tensor.dtype == tf.resource else PER_TOWER
+                             for tensor, spec in zip(operation.inputs, specs)]
+        layouts = [self._layout(inner, taken[int(branch):])  # behind the condition
+                   for inner in states.bodies(operation.operation)]
+        if loop or branch:
+            read = propagate.only_read(operation, layouts) if loop else frozenset()
+            return {"layouts": layouts, "only_read": read}
+        if any(map(_differs, layouts)):
             raise NeedsOwnTrace("a function that XLA compiles would draw the same numbers on every "
                                 "tower")
-        return {"layouts": layouts, "only_read": read}
+        return {}
 
     def _layout(self, states: Contract, specs: Sequence[Spec], summed: Sequence[str] = ()
                 ) -> Layout:
@@ -172,17 +173,12 @@ def only_used_for(summed: Iterable[str], layout: Layout) -> set[str]:
     return found
 
 
-def _differs(layout: Layout, pads: bool) -> bool:
-    """Whether towers differ in what they do: they draw, print or assert, or one has no rows.
-
-    ``pads`` is False for what XLA compiles, none of whose kernels fails on no rows.
-    """
+def _differs(layout: Layout) -> bool:
+    """Whether towers differ in what a compiled function does: they draw, print or assert."""
     for operation in layout.order:
         plan = layout.plans.get(operation.name)
         nested = plan.layouts if isinstance(plan, (Nested, OnEachTower)) else ()
-        if any(_differs(each, pads) for each in nested):
-            return True
-        if pads and isinstance(plan, OnEachTower) and plan.padded_plan is not None:
+        if any(map(_differs, nested)):
             return True
         if operation.is_stateful and not operation.handles and operation.type not in _tf.CALLERS:
             return True
