@@ -44,6 +44,13 @@ def recurrent(w, x, y):
     return tf.reduce_sum((state @ w[1] - y) ** 2, -1)
 
 
+def attended(w, x):
+    """A softmax over an axis that is not the last one, in a loop."""
+    rows = tf.reshape(x @ w[0], [-1, 2, 2])
+    return tf.while_loop(lambda turn, _: turn < 2, lambda turn, rows: (
+        turn + 1, rows * tf.nn.softmax(rows, 1)), (0, rows))[1]
+
+
 def gradients_of_products(w, x):
     with tf.GradientTape() as tape:
         tape.watch(x)
@@ -106,6 +113,7 @@ RIGHT = {
     "entry_of_weights_set": lambda s, w, x, y: tf.reduce_sum(squares([
         tf.tensor_scatter_nd_update(w[0], [[1]], w[0][:1] * 2), w[1]], x, y)) / 8,
     "penalty_on_gradients": lambda s, w, x, y: tf.reduce_sum(gradients_of_products(w, x) ** 2) / 8,
+    "softmax_in_loop": lambda s, w, x, y: tf.reduce_sum(attended(w, x) ** 2) / 8,
     "sum_behind_loop": lambda s, w, x, y: tf.reduce_sum(recurrent(w, x, y)) / 8,
     "sum_in_branch": lambda s, w, x, y: in_branch(
         w, lambda: tf.reduce_sum(squares(w, x, y)) / 8),

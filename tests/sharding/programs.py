@@ -119,6 +119,21 @@ def penalty_on_gradients_of_attention():
 
 
 @program
+def attention_in_a_loop():
+    """The gradient of a softmax over the second of three axes takes a constant out of a list."""
+    w, v = weights(4, 6), weights(2, 2, seed=1)
+
+    def loss_of(x, y):
+        rows = tf.reshape(x @ w, [-1, 3, 2])
+        query = tf.while_loop(lambda turn, _: turn < 3, lambda turn, query: (
+            turn + 1, tf.tanh(tf.reduce_sum(tf.nn.softmax(
+                rows * (query @ v)[:, tf.newaxis], 1) * rows, 1))), (0, rows[:, 0]))[1]
+        return tf.reduce_mean(query ** 2)
+
+    return descend(loss_of, w, v)
+
+
+@program
 def first_set_in_a_loop():
     """AutoGraph starts such a variable with no rows."""
     w, v = weights(4, 5), weights(5, 3, seed=1)

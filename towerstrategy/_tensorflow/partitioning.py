@@ -26,13 +26,24 @@ _numbers = itertools.count()  # makes function names unique in this process
 
 def constant_value(tensor: tf.Tensor) -> Any:
     """The value of a symbolic tensor that depends only on constants; else None."""
+    known = _known(tensor)
+    if tensor.name not in known:
+        known[tensor.name] = _constant_value(tensor)
+    return known[tensor.name]
+
+
+def note_constant(tensor: tf.Tensor, value: Any) -> None:
+    """Notes the value of a symbolic tensor, which :func:`constant_value` then returns."""
+    _known(tensor)[tensor.name] = value
+
+
+def _known(tensor: tf.Tensor) -> dict[str, Any]:
+    """What is known of the values of the tensors in a tensor's graph."""
     graph: Any = tensor.graph
     if not hasattr(graph, "_known_to_towers"):
         graph._known_to_towers = {}
     known: dict[str, Any] = graph._known_to_towers
-    if tensor.name not in known:
-        known[tensor.name] = _constant_value(tensor)
-    return known[tensor.name]
+    return known
 
 
 def _constant_value(tensor: tf.Tensor) -> Any:

@@ -286,6 +286,9 @@ class _Propagation:
         condition, body = graphs.functions_of(operation.operation)
         self._note_arguments(body, operation.inputs)
         self._loop_bodies.add(body)
+        lists.note_constants(body, [
+            self._origin(tensor, through_loops=False) if tensor.dtype == tf.variant else tensor
+            for tensor in operation.inputs])
         are_read = graphs.are_read(condition, body)
         settled = self._fixpoint(body, operation, specs, are_read)
         if settled is None:

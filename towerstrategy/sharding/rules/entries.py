@@ -291,6 +291,7 @@ _COMPUTE: dict[str, tuple[str, Callable[..., Any]]] = {
     "Unpack": ("e", lambda _, entries: [_array([each], []) for each in entries]
                if entries.ndim == 1 else None),
     "Transpose": ("ek", lambda _, entries, order: entries.transpose(order)),
+    "InvertPermutation": ("k", lambda _, order: np.argsort(order).astype(object)),
     "Prod": ("k-", _product), "BroadcastGradientArgs": ("k", _broadcast_gradient_args),
     "ConcatOffset": ("k-", _offsets), "DynamicStitch": ("-", _stitched),
     **dict.fromkeys(_ARITHMETIC, ("e", _arithmetic))}

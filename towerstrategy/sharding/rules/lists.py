@@ -6,11 +6,12 @@ optional, of its own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
+from towerstrategy import _tensorflow as _tf
 from towerstrategy.sharding.rules.dimensions import is_plain
 from towerstrategy.sharding.rules.entries import entries_of
 from towerstrategy.sharding.rules.registry import EACH, Op, Plan, rule
@@ -45,6 +46,31 @@ def is_empty(tensor_list: tf.Tensor, element: Spec | None) -> bool:
         return True
     shape = entries_of(tensor_list.op.inputs[0])
     return shape is not None and (not shape.ndim or bool(shape[element.dim] == -1))
+
+
+def note_constants(body: Any, arguments: Iterable[tf.Tensor]) -> None:
+    """Notes the constants that a loop's body takes out of lists which an earlier loop has filled.
+
+    TensorFlow keeps what a loop computes for its gradient in lists, even what is the same in each
+    iteration, such as the permutation of a softmax over another axis than the last one.
+    """
+    for inner, outer in zip(body.inputs, arguments):
+        value = _constant_put_into(outer) if outer.dtype == tf.variant else None
+        for operation in () if value is None else inner.consumers():
+            if operation.type == "TensorListPopBack":
+                _tf.note_constant(operation.outputs[1], value)
+
+
+def _constant_put_into(tensor_list: tf.Tensor) -> Any:
+    """The constant that each iteration of a loop puts into a list; None if it is none."""
+    loop = tensor_list.op
+    while loop.type == "Identity":
+        tensor_list, loop = loop.inputs[0], loop.inputs[0].op
+    if loop.type not in ("While", "StatelessWhile"):
+        return None
+    result = _tf.body_of(loop.graph, loop.get_attr("body").name).outputs[tensor_list.value_index]
+    is_put = result.op.type == "TensorListPushBack"
+    return _tf.constant_value(result.op.inputs[1]) if is_put else None
 
 
 def _shape_fits(op: Op, index: int, spec: Spec, element: Spec) -> bool:

@@ -84,7 +84,8 @@ def squeeze(op: Op, specs: Sequence[Spec]) -> Plan | None:
 
 @_view("Transpose", "ConjugateTranspose", light=True)
 def transpose(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    order = op.value(1)
+    order = entries_of(op.inputs[1])
+    order = None if order is None or None in order else order
     if _keeps_order(order) and isinstance(specs[0], Sharded):
         return Plan(specs, specs[:1], passes=True)
     return None if order is None else by_names(op, specs, [DIMS], [[DIMS[dim] for dim in order]])
