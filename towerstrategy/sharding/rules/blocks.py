@@ -81,7 +81,8 @@ def concat_offset(op: Op, specs: Sequence[Spec]) -> Plan | None:
     """Offsets of the inputs of a concatenation, along the rows each a multiple of the rows."""
     axis, sizes = op.value(0), [size for size in specs[1:] if isinstance(size, Size)]
     if axis is not None and sizes and int(axis) not in {size.at for size in sizes}:
-        return Plan(specs, [REPLICATED] * len(op.outputs))  # of an axis beside the rows
+        return Plan([spec if isinstance(spec, Size) else REPLICATED for spec in specs],
+                    [REPLICATED] * len(op.outputs))  # of an axis beside the rows
     joined = concatenated([size.shards(size.at) for size in sizes])
     if axis is None or joined is None or joined.dim != int(axis) or len(sizes) < len(specs) - 1:
         return None
