@@ -80,9 +80,9 @@ def _blocks_before(op: Op, spec: Sharded, index: int, limit: Spec) -> int | None
 def concat_offset(op: Op, specs: Sequence[Spec]) -> Plan | None:
     """Offsets of the inputs of a concatenation, along the rows each a multiple of the rows."""
     axis, sizes = op.value(0), [size for size in specs[1:] if isinstance(size, Size)]
-    if axis is not None and sizes and int(axis) not in {size.at for size in sizes}:
-        return Plan([spec if isinstance(spec, Size) else REPLICATED for spec in specs],
-                    [REPLICATED] * len(op.outputs))  # of an axis beside the rows
+    if axis is not None and len(sizes) == len(specs) - 1 and sizes[0].at != int(axis) \
+            and len({size.moved(size.at) for size in sizes}) == 1:  # an axis beside the rows
+        return Plan([REPLICATED, *sizes], [REPLICATED] * len(op.outputs))
     joined = concatenated([size.shards(size.at) for size in sizes])
     if axis is None or joined is None or joined.dim != int(axis) or len(sizes) < len(specs) - 1:
         return None
