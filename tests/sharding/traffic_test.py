@@ -3,8 +3,7 @@
 import tensorflow as tf
 from absl.testing import absltest, parameterized
 
-import towerstrategy
-from towerstrategy.sharding import propagate, traffic
+from towerstrategy.sharding import propagate
 from towerstrategy.sharding.spec import REPLICATED, SUM, Sharded
 from towerstrategy.sharding.traffic import Traffic
 
@@ -100,17 +99,6 @@ class TrafficTest(parameterized.TestCase):
                  for operation in layout.order}
         self.assertEqual([specs["RealDiv"], specs["BroadcastTo"], specs["Reshape"]],
                          [Sharded(0), REPLICATED, REPLICATED])
-
-
-class BatchSizeTest(absltest.TestCase):
-
-    def test_of_a_dataset(self):
-        """Else a table's gradient crosses whole where the rows of a small batch would do."""
-        strategy = towerstrategy.TowerStrategy(towerstrategy.split_cpu(8)[:2])
-        self.assertEqual(traffic.of_strategy(strategy, None).rows, 2 * traffic.ROWS)
-        strategy.experimental_distribute_dataset(tf.data.Dataset.range(100).batch(12))
-        self.assertEqual(traffic.of_strategy(strategy, None).rows, 12)
-        self.assertEqual(traffic.of_strategy(strategy, 9).rows, 9)
 
 
 if __name__ == "__main__":

@@ -56,13 +56,6 @@ def inputs_of_dataset(dataset: tf.data.Dataset) -> list[tf.data.Dataset]:
     return list(dataset._inputs())
 
 
-def batch_size(dataset: tf.data.Dataset) -> int | None:
-    """The rows of a dataset's batches, but for the last one; None if its pipeline does not tell."""
-    # tf.distribute asks this of each dataset that it splits.
-    size = int(distribute.compute_batch_size(dataset)) if tf.executing_eagerly() else 0
-    return size if size > 0 else None
-
-
 def map_in_place(dataset: tf.data.Dataset, function: Callable[..., Any]) -> tf.data.Dataset:
     """``dataset.map(function)`` in the caller's thread: 10 us per element instead of 100."""
     return map_op._MapDataset(dataset, function, use_inter_op_parallelism=False)

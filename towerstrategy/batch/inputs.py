@@ -13,7 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from towerstrategy import _tensorflow as _tf, refused
+from towerstrategy import refused
 from towerstrategy.batch import datasets as datasets_lib, prefetching, rows as rows_lib, splitting
 from towerstrategy.placement import devices as devices_lib
 from towerstrategy.placement.workers import Workers
@@ -83,12 +83,7 @@ class Inputs:
     """Splits the batches and datasets of one strategy, by the shares of its towers.
 
     ``measuring`` measures the towers and computes their shares; None unless ``shares="measured"``.
-
-    Attributes:
-      batch_size: the rows of a batch of the dataset that was distributed last; None if unknown.
     """
-
-    batch_size: int | None = None
 
     def __init__(self, placement: devices_lib.Placement, workers: Workers | None,
                  measuring: Any) -> None:
@@ -126,7 +121,6 @@ class Inputs:
         else:
             split = datasets_lib.split_dataset(dataset, self._towers, ready, self._cuts())
         split.fetch, split.watcher = fetch, self.measuring
-        self.batch_size = _tf.batch_size(dataset)
         return split
 
     def from_function(self, dataset_fn: Callable[..., Any], options: Any,

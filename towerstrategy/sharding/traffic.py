@@ -93,8 +93,7 @@ def of_strategy(strategy: Any, known_rows: int | None) -> Traffic:
     if strategy.extended.workers is not None or placement.micro_batches > 1 or placement.rows:
         return Traffic(cpus=cpus)
     guess = count * (ROWS if placement.on_cpu else MANY_ROWS)
-    rows = known_rows or strategy.extended.inputs.batch_size or guess
-    return Traffic(count, rows, placement.on_cpu, cpus)
+    return Traffic(count, known_rows or guess, placement.on_cpu, cpus)
 
 
 def gather_early(layout: Any) -> None:
