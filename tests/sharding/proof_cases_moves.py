@@ -5,6 +5,7 @@ Goes in: nothing.  Comes out: samples, see :mod:`proof_samples`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -397,6 +398,8 @@ def _sizes() -> None:
             "BroadcastGradientArgs", lambda x, y: _summed_again(x, y), real(*first), real(*second)
         )
         case("BroadcastGradientArgs", np.asarray(first, np.int32), np.asarray(second, np.int32))
+        around("FloorMod", functools.partial(_summed_again, rank=max(len(first), len(second))),
+               real(*first), real(*second))
     for equation in ("...x,xy->...y", "...ax,xy->...ya", "a...x,xy->a...y"):
         for type in ("AddV2", "Sum"):
             around(type, _of_einsum(equation), real(6, 3, 4), real(4, 2), title=equation)
@@ -437,9 +440,13 @@ def _of_einsum(equation: str) -> Callable[..., Any]:
     return call
 
 
-def _summed_again(x: tf.Tensor, y: tf.Tensor) -> Any:
-    """A broadcast's gradients: the axes alone are not all that has to be right."""
+def _summed_again(x: tf.Tensor, y: tf.Tensor, rank: int = 0) -> Any:
+    """A broadcast's gradients: the axes alone are not all that has to be right.
+
+    With a ``rank`` the axes are counted modulo, as in the gradient of a sum.
+    """
     axes = raw.BroadcastGradientArgs(s0=tf.shape(x), s1=tf.shape(y))
+    axes = [(axis + rank) % rank for axis in axes] if rank else axes
     both = x * y
     return (
         *axes,

@@ -72,20 +72,24 @@ def elementwise(op: Op, specs: Sequence[Spec]) -> Plan | None:
         return _size(op, specs)
     if all(spec == SUM for spec in specs) and _is_linear(op):
         return Plan(specs, [specs[0]])
-    axes = [spec.reduced for spec in specs if isinstance(spec, Axes)]
-    return _moved_axes(op, axes[0]) if len(axes) == 1 < len(specs) else None
+    return _moved_axes(op, specs) if len(specs) == 2 else None
 
 
-def _moved_axes(op: Op, reduced: Sequence[bool | None]) -> Plan | None:
+def _moved_axes(op: Op, specs: Sequence[Spec]) -> Plan | None:
     """The plan where axes move behind so many dimensions, as by einsum, or are counted modulo."""
-    number = next(filter(None, (op.value(0), op.value(1))), 0)
+    at = 0 if isinstance(specs[1], Axes) else 1  # the number's input
+    axes = specs[1 - at]
+    number = op.value(at) if isinstance(axes, Axes) else None
+    if not isinstance(axes, Axes) or number is None or number.size != 1:
+        return None
+    reduced, number = axes.reduced, int(number)
     if op.type == "AddV2":
-        reduced = (*[False] * int(number), *reduced)
-    elif op.type == "FloorMod" and number and not any(reduced[:-int(number)]):
-        reduced = reduced[-int(number):]
+        reduced = (*[False] * number, *reduced)
+    elif op.type == "FloorMod" and at == 1 and number > 0 and {*reduced[:-number]} <= {False}:
+        reduced = reduced[-number:]
     else:
         return None
-    return Plan([REPLICATED] * 2, [Axes(tuple(reduced))]) if number else None
+    return Plan([REPLICATED] * 2, [Axes(reduced)])
 
 
 def _sharded(op: Op, specs: Sequence[Spec]) -> Plan | None:
