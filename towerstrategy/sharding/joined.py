@@ -31,8 +31,7 @@ def can_become(spec: Spec, wanted: Spec) -> bool:
     if isinstance(wanted, Replicated):
         return not isinstance(spec, ListOf)
     if isinstance(wanted, Sharded):
-        return spec == wanted.given or not (
-            wanted.group or isinstance(spec, ListOf))
+        return spec == wanted.given or not (wanted.group or isinstance(spec, ListOf))
     if isinstance(wanted, Partial):
         return wanted == SUM and not isinstance(spec, ListOf)
     if isinstance(wanted, ListOf):

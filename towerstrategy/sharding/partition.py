@@ -131,7 +131,7 @@ class Partition:
     def _run_once(self, operation: Op, plan: Plan, values: Sequence[Value],
                   controls: list[str], towers: Towers) -> list[Value]:
         """The outputs of an operation that runs once, with all rows."""
-        if operation.handles and operation.reads_variable and values[0].read is not None:
+        if operation.handles and values[0].read is not None:  # the loop is given what it reads
             return [Value(towers, REPLICATED, operation.outputs[0].shape,
                           values[0].read(operation), None, values[0].device)]
         constant = all(value.constant for value in values) and _is_repeatable(operation)

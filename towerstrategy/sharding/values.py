@@ -31,8 +31,8 @@ from towerstrategy.sharding.spec import (
     of_batch,
 )
 from towerstrategy.sharding.towers import Towers
+from towerstrategy.sharding.traffic import MANY_ROWS
 
-ROWS = 1024  # a guess of a size that is unknown
 _REDUCTIONS = {"max": "Maximum", "min": "Minimum", "and": "LogicalAnd", "or": "LogicalOr"}
 
 
@@ -81,7 +81,7 @@ class Value:
     @property
     def size(self) -> int:
         """About how many entries it has; 0 if its rank is unknown."""
-        return math.prod(ROWS if size is None else size for size in self.shape) \
+        return math.prod(MANY_ROWS if size is None else size for size in self.shape) \
             if self.shape.rank is not None else 0
 
     def whole(self) -> Ref:
@@ -119,6 +119,7 @@ class Value:
         if towers.stage not in self._others:
             self._others[towers.stage] = Value(towers, self.spec, self.shape, self.whole, None,
                                                self.device, self.constant)
+            self._others[towers.stage].read = self.read
         return self._others[towers.stage]
 
     def of_one(self, tower: int, alone: Towers, spec: Spec, device: str) -> Value:
