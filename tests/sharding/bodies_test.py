@@ -21,14 +21,21 @@ def weights(*shape):
 
 
 def made(strategy):
-    """The loss of a recurrent layer whose steps read weights, one of them by index; its weights."""
+    """The loss of a recurrent layer whose steps read weights, one of them by index; its weights.
+
+    The steps normalize a weight, as cells do.
+    """
     with strategy.scope() if strategy else tf.device(None):
         kernel, bias, table = weights(3, 3), weights(3), weights(STEPS, 3)
+
+    def normalized():  # each operation of its gradient is linear in the part of a tower
+        scale = tf.nn.sigmoid(bias) / tf.norm(kernel, axis=0)
+        return tf.where(kernel > -1, kernel * scale, 0) + tf.linalg.band_part(kernel, -1, 0)
 
     def loss_of(x):
         def step(at, state):
             inner = tf.while_loop(lambda count, _: count < 2, lambda count, state: (
-                count + 1, tf.tanh(state @ kernel + bias)), (0, state))[1]
+                count + 1, tf.tanh(state @ normalized() + bias)), (0, state))[1]
             return at + 1, inner + tf.gather(table, at)
 
         return tf.reduce_sum(tf.while_loop(lambda at, _: at < STEPS, step, (0, x))[1] ** 2, 1)

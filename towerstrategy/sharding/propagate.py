@@ -127,10 +127,7 @@ def propagate(graph: Any, inputs: Sequence[Spec],
 
 
 def once(layout: Layout, operation: Op) -> Plan:
-    """The plan of an operation whose inputs are all replicated; it is put into ``layout``.
-
-    Calls and branches that write are entered, because each write runs where its variable lives.
-    """
+    """The plan of an operation whose inputs are all replicated; it is put into ``layout``."""
     _Propagation(layout.graph, (), None).operation(layout, operation)
     return layout.plans[operation.name]
 
@@ -188,7 +185,8 @@ class _Propagation:
         elif enters and operation.type in (*BRANCHES, *LOOPS):
             plan = self._control_flow(operation, specs)
         else:
-            plan = registry.plan_of(operation, specs)
+            plan = registry.plan_of(operation, specs) or (
+                scaling.plan_of_parts(operation, specs) if self._depth else None)
         if plan is None or not self._can_redistribute(operation, specs, plan):
             if any(isinstance(spec, ListOf) for spec in specs):
                 raise CannotGather(operation.type)
@@ -308,9 +306,8 @@ class _Propagation:
         takes = [dataclasses.replace(after, start=True)
                  if isinstance(before, Replicated) and isinstance(after, Sharded) else after
                  for before, after in zip(specs, variables)]
-        layouts = [tested, layout]
-        return Nested(takes, variables, layouts=layouts, local=local,
-                      only_read=only_read(operation, layouts))
+        return Nested(takes, variables, layouts=[tested, layout], local=local,
+                      only_read=only_read(operation, [tested, layout]))
 
     def _fixpoint(self, body: Any, operation: Op, specs: Sequence[Spec],
                   are_read: Sequence[bool]) -> tuple[list[Spec], Layout] | None:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 
 from towerstrategy.sharding.rules import shapes
-from towerstrategy.sharding.rules.dimensions import DIMS, MIXED, but, by_names, is_plain
+from towerstrategy.sharding.rules.dimensions import DIMS, MIXED, but, by_names
 from towerstrategy.sharding.rules.own_rows import in_own_rows
 from towerstrategy.sharding.rules.registry import Op, Plan, rule
 from towerstrategy.sharding.spec import REPLICATED, SUM, Partial, Sharded, Size, Spec
@@ -81,8 +81,6 @@ def sorted_segments(op: Op, specs: Sequence[Spec]) -> Plan | None:
 def unsorted_segment(op: Op, specs: Sequence[Spec]) -> Plan | None:
     """Rows in a dimension with segment numbers are reduced; rows in a later one stay apart."""
     rank = op.rank(1)
-    if op.type == "UnsortedSegmentSum" and specs[0] == SUM and all(map(is_plain, specs)):
-        return Plan([SUM, REPLICATED, REPLICATED], [SUM])
     reduction = {"Sum": "sum", "Max": "max", "Min": "min"}.get(op.type[len("UnsortedSegment"):])
     own_rows = in_own_rows(op, specs, 1, 2, [0], into=True)
     return own_rows if own_rows is not None or rank is None else by_names(

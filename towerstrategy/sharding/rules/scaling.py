@@ -2,15 +2,17 @@
 
 Goes in: an op and the index of an input.  Comes out: the power p such that this input times c
 makes the outputs times c ** p; None if there is none.  ``tests/sharding/scaling_test.py`` proves
-the table.
+the table.  :func:`plan_of_parts` applies linear ops to the parts of a sum.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import tensorflow as tf
 
-from towerstrategy.sharding.rules.registry import Op, plan_of
-from towerstrategy.sharding.spec import REPLICATED, SUM
+from towerstrategy.sharding.rules.registry import Op, Plan, plan_of
+from towerstrategy.sharding.spec import REPLICATED, SUM, Replicated, Spec
 
 # An op type -> the inputs of degree 1: linear in each of them while the others stay the same.
 _LINEAR: dict[str, tuple[int, ...]] = {
@@ -104,3 +106,23 @@ def degree(operation: tf.Operation, index: int) -> int | None:
     plan = plan_of(Op(operation), [*specs[:index], SUM, *specs[index + 1:]])
     linear = plan is not None and all(spec == SUM for spec in plan.gives)
     return 1 if linear else None
+
+
+def plan_of_parts(op: Op, specs: Sequence[Spec]) -> Plan | None:
+    """The plan in which each tower applies a linear op to its parts of sums; None if there is none.
+
+    Outside of loops it is cheaper to add up the parts first. In a loop, the towers would have to do
+    so in each iteration.
+    """
+    sums = [index for index, spec in enumerate(specs) if spec == SUM]
+    if not sums or not all(spec == SUM or isinstance(spec, Replicated) for spec in specs) \
+            or not all(map(is_number, op.outputs)):
+        return None
+    if op.type in ADDITIVE:
+        is_linear_ = all(specs[index] == SUM or not is_number(tensor) or is_zero(tensor)
+                         for index, tensor in enumerate(op.inputs))
+    else:
+        is_linear_ = len(sums) == 1 and is_linear(op.operation, sums[0]) \
+            and op.outputs[0].dtype.size >= min(op.inputs[sums[0]].dtype.size, 4)
+    return Plan([SUM if spec == SUM else REPLICATED for spec in specs],
+                [SUM] * len(op.outputs)) if is_linear_ else None

@@ -16,7 +16,7 @@ from towerstrategy.sharding.rules import blocks, reshapes, shapes
 from towerstrategy.sharding.rules.dimensions import DIMS, MIXED, but, by_names, is_plain
 from towerstrategy.sharding.rules.entries import entries_of
 from towerstrategy.sharding.rules.registry import EACH, Op, Plan, Rule, rule
-from towerstrategy.sharding.spec import REPLICATED, SUM, ListOf, Partial, Sharded, Size, Spec
+from towerstrategy.sharding.spec import REPLICATED, ListOf, Partial, Sharded, Size, Spec
 
 
 def _view(*types: str, data: slice = slice(1), light: bool = False) -> Callable[[Rule], Rule]:
@@ -187,8 +187,6 @@ def dim_after_slice(op: Op, dim: int, rank: int | None) -> int | None:
 @rule("StridedSliceGrad")
 def strided_slice_grad(op: Op, specs: Sequence[Spec]) -> Plan | None:
     size, gradient = specs[0], specs[4]
-    if gradient == SUM and all(map(is_plain, specs[:4])):
-        return Plan([*[REPLICATED] * 4, SUM], [SUM])
     if not isinstance(size, Size) or not isinstance(gradient, Sharded) \
             or op.inputs[0].shape.rank != 1:
         return None
