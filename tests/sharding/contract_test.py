@@ -80,6 +80,8 @@ RIGHT = {
         w) / s.num_replicas_in_sync,
     "two_parts": lambda s, w, x, y: tf.reduce_sum(squares(w, x, y)) / 8 + s.scale_loss(
         tf.reduce_mean(squares(w, x + 1, y))),
+    "times_zero": lambda s, w, x, y: mean_squared(w, x, y) + 0. * (
+        penalty(w) + tf.reduce_mean(squares(w, x + 1, y))),
     "scaled_penalty": lambda s, w, x, y: mean_squared(w, x, y) + s.scale_loss(penalty(w)),
     "gathered": lambda s, w, x, y: s.scale_loss(products(
         x @ w[0], towerstrategy.whole_batch(x @ w[0]))) + mean_squared(w, x, y),

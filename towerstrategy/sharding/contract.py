@@ -79,7 +79,7 @@ class Contract:
         self.padded: dict[str, Plan] = {}
         self._states: dict[str, State] = {}
         self._bodies: dict[str, list[Contract]] = {}  # operation -> those of its function bodies
-        self._zeros: set[str] = set()  # loop variables that start as zero
+        self._zeros: set[str] = set()  # tensors that are zero, also only before a loop
         self._notes: dict[Any, Any] = {}  # notes of the rules
 
     def put(self, tensor: tf.Tensor, state: State) -> None:
@@ -138,7 +138,10 @@ class Contract:
     def _operation(self, operation: tf.Operation) -> Sequence[State]:
         states = [self.of(tensor) for tensor in operation.inputs]
         count = len(operation.outputs)
-        if count == 1 and scaling.is_zero(operation.outputs[0]):
+        if count == 1 and (scaling.is_zero(operation.outputs[0]) or any(
+                tensor.name in self._zeros and scaling.is_linear(operation, index)
+                for index, tensor in enumerate(operation.inputs))):
+            self._zeros.add(operation.outputs[0].name)
             spec = self._outputs_of(operation, states)[0].spec
             return [State(spec) if isinstance(spec, Sharded) else SAME]
         if operation.type in scaling.ADDITIVE:
