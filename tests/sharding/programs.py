@@ -9,7 +9,7 @@ import numpy as np
 import program_features as features
 import tensorflow as tf
 
-ROWS = (9, 9, 5)
+ROWS = (9, 5, 1)
 PROGRAMS = {}
 D = tf.float64
 SIGNATURE = [tf.TensorSpec([None, 4], D), tf.TensorSpec([None], tf.int64)]

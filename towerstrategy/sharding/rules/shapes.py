@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -121,9 +121,7 @@ def broadcast_gradient_args(op: Op, specs: Sequence[Spec]) -> Plan | None:
         dtype = op.outputs[0].dtype
         if values[0] is None or values[1] is None:
             outputs = m.copy([m.whole(0), m.whole(1)], HOST)
-            return [m.make("ListDiff", [output, m.constant(
-                [dim for dim, summed in enumerate(axes.reduced) if summed is False], dtype, HOST)],
-                HOST) for output, axes in zip(outputs, gives)]
+            return [_completed(m, output, axes) for output, axes in zip(outputs, gives)]
         return [m.constant(np.asarray(value, np.int64), dtype, None) for value in values]
 
     return Plan(specs, gives, whole=whole)
@@ -148,6 +146,16 @@ def _axes(shape: Sequence[Any], other: Sequence[Any], missing: int) -> Axes:
         else:
             reduced.append(size == 1 and other_size != 1)
     return Axes(tuple(reduced))
+
+
+def _completed(m: Any, computed: Any, axes: Axes) -> Any:
+    """The axes that are known, and of the other dimensions those that TensorFlow computes."""
+    def those(dims: Callable[[bool | None], bool]) -> Any:
+        return m.constant([dim for dim, reduced in enumerate(axes.reduced) if dims(reduced)],
+                          m.op.outputs[0].dtype, HOST)
+
+    others = m.make("ListDiff", [computed, those(lambda reduced: reduced is not None)], HOST)
+    return m.make("ConcatV2", [those(bool), others, m.constant(0, tf.int32, HOST)], HOST)
 
 
 def _known_axes(axes: Axes) -> list[int] | None:
