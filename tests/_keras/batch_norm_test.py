@@ -41,7 +41,7 @@ def sliced(kit):
                 share = tf.cast(tf.shape(part)[0] / rows, inputs.dtype)
                 count = tf.cast(tf.maximum(tf.size(part) // part.shape[-1], 1), inputs.dtype)
                 mean = tf.reduce_sum(part, axes) / count
-                variance = tf.reduce_sum((part - mean) ** 2, axes) / count
+                variance = tf.reduce_sum((part - tf.stop_gradient(mean)) ** 2, axes) / count
                 outputs.append(tf.nn.batch_normalization(part, mean, variance, beta, gamma,
                                                          self.epsilon))
                 means, variances = means + share * mean, variances + share * variance
@@ -178,6 +178,59 @@ class BatchNormTest(parameterized.TestCase):
             waits[asked] = waits_for_others(graph)
         self.assertTrue(waits[True])
         self.assertFalse(waits[False])
+
+    @wide.parameters(("keras", True, True), ("keras", False, True), wide=[
+        *((kit, together, in_branch) for kit in KITS for together in (True, False)
+          for in_branch in (True, False))])
+    def test_gradients_of_gradients(self, kit, together, in_branch):
+        """Else a penalty on gradients, as of a GAN's critic, is another one's, by a percent; or
+        fails, in a branch, where statistics are a tower's own."""
+        kit, found = KITS[kit], []
+        self.enter_context(dtypes.policy(kit, "float32" if together else "float64"))
+        x, factors = X[:5, 0, 0], tf.constant(Y[:5] * 9)
+        strategy = towerstrategy.TowerStrategy(DEVICES[:TOWERS], synchronize_batch_norm=together)
+        one = kit.layers.BatchNormalization if together else sliced(kit)
+        for make, scope, function, split in (
+                (one, contextlib.nullcontext(), tf.function, lambda batch: batch),
+                (kit.layers.BatchNormalization, strategy.scope(), strategy.function,
+                 strategy.split)):
+            with scope:
+                layer = make()
+                layer.build([None, 2])
+
+            @function
+            def step(x, factors, layer=layer):
+                x, factors = tf.cast(x, layer.dtype), tf.cast(factors, layer.dtype)
+                with tf.GradientTape(persistent=True) as outer, tf.GradientTape() as tape:
+                    outer.watch(x)
+                    tape.watch(x)
+                    y = tf.cond(tf.reduce_sum(factors) > 0, lambda: layer(x, training=True),
+                                lambda: x) if in_branch else layer(x, training=True)
+                    total = tf.reduce_sum(tf.sin(y * factors))
+                with outer:
+                    loss = tf.reduce_mean((tf.norm(tape.gradient(total, x), axis=1) - 1) ** 2)
+                return outer.gradient(loss, [tf.convert_to_tensor(x), *layer.trainable_variables])
+
+            found.append(tf.nest.flatten(step(*split((x, factors)))))
+        for got, wanted in zip(found[1], found[0]):
+            np.testing.assert_allclose(got, wanted, rtol=2e-4 if together else 1e-9, atol=1e-6)
+
+    def test_vectorized_gradients_are_refused(self):
+        """Else a jacobian takes statistics of all rows where a tower's own are asked for."""
+        strategy = towerstrategy.TowerStrategy(DEVICES[:TOWERS], synchronize_batch_norm=False)
+        with strategy.scope():
+            layer = keras.layers.BatchNormalization()
+            layer.build([None, 2])
+
+        @strategy.function
+        def step(x):
+            with tf.GradientTape(persistent=True) as tape:
+                tape.watch(x)
+                y = tf.reduce_sum(layer(x, training=True) ** 3, 0)
+            return tape.jacobian(y, x)
+
+        with self.assertRaisesRegex(NotImplementedError, "experimental_use_pfor=False"):
+            step(strategy.split(X[:, 0, 0]))
 
     def test_sums_that_cross_are_few(self):
         """Else towers of Keras 3 wait for each other more often than those of tf_keras do, or what

@@ -12,6 +12,7 @@ layers with ``synchronized=True``.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -65,12 +66,29 @@ def _has_kernel(layer: Any, x: tf.Tensor, axis: int) -> bool:
 
 
 def _normalize_by_kernel(x: tf.Tensor, scale: tf.Tensor, offset: tf.Tensor, epsilon: float
-               ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+                         ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
     """``x`` normalized over all rows, and the means and variances."""
     images = x if x.shape.rank == 4 else x[:, tf.newaxis, tf.newaxis]
     empty = tf.zeros([0], scale.dtype)
-    output, mean, variance, *_ = tf.raw_ops.FusedBatchNormV3(
-        x=images, scale=scale, offset=offset, mean=empty, variance=empty, epsilon=epsilon)
+
+    @tf.custom_gradient
+    def normalize(x: tf.Tensor, scale: tf.Tensor, offset: tf.Tensor) -> Any:
+        output, mean, variance, *kept = tf.raw_ops.FusedBatchNormV3(
+            x=x, scale=scale, offset=offset, mean=empty, variance=empty, epsilon=epsilon)
+
+        @tf.custom_gradient
+        def gradients(x: tf.Tensor, upstream: tf.Tensor, scale: tf.Tensor) -> Any:
+            first = tf.raw_ops.FusedBatchNormGradV3(
+                y_backprop=upstream, x=x, scale=scale, reserve_space_1=kept[0],
+                reserve_space_2=kept[1], reserve_space_3=kept[2], epsilon=epsilon)
+            return list(first[:3]), lambda *others: _tf.vector_jacobian_product(
+                functools.partial(_gradients, axis=3, epsilon=epsilon), 3)(
+                    x, upstream, scale, *others)
+
+        return (output, mean, variance), lambda upstream, *_: gradients(
+            *_tf.captured_here([x, upstream, scale]))
+
+    output, mean, variance = normalize(*_tf.captured_here([images, scale, offset]))
     count = tf.cast(tf.size(x) // tf.size(scale), variance.dtype)
     # The kernel's variance is a sum divided by count - 1; Keras divides by count.
     variance *= tf.maximum(count - 1, 1) / count
@@ -78,42 +96,77 @@ def _normalize_by_kernel(x: tf.Tensor, scale: tf.Tensor, offset: tf.Tensor, epsi
 
 
 def _normalize_by_tower(x: tf.Tensor, scale: tf.Tensor, offset: tf.Tensor, axis: int, epsilon: float
-                ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+                        ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
     """``x`` with each tower's rows normalized alone, and the towers' means and variances."""
-    axes = [dim for dim in range(x.shape.rank) if dim != axis]
+    normalized, gradients, by_moments = (
+        functools.partial(function, axis=axis, epsilon=epsilon)
+        for function in (_normalized, _gradients, _gradients_by_moments))
+
+    def first_order(tensors: Any, results: Any, upstream: Any) -> Any:
+        (x, scale, _), (_, *moments) = tensors, results
+        takes, gives = ("rows", "rows", "once", "own", "own"), ("rows", "sum", "sum")
+        given = [x, upstream[0], scale, *moments]
+        if tf.compat.v1.get_default_graph() is moments[0].graph:
+            return _tf.call_by_each_tower(by_moments, takes, gives, given, second_order)
+        # A tower's own values cannot leave a function.
+        return _tf.call_by_each_tower(gradients, takes[:3], gives, given[:3])
+
+    def second_order(tensors: Any, _: Any, upstream: Any) -> Any:
+        return [*_tf.call_by_each_tower(
+            _tf.vector_jacobian_product(gradients, 3),
+            ("rows", "rows", "once", "rows", "once", "once"), ("rows", "rows", "sum"),
+            [*tensors[:3], *upstream]), None, None]
+
+    output, *moments = _tf.call_by_each_tower(
+        normalized, ("rows", "once", "once"), ("rows", "own", "own"), (x, scale, offset),
+        first_order)
+    return output, *moments
+
+
+def _normalized(x: tf.Tensor, scale: tf.Tensor, offset: tf.Tensor, axis: int, epsilon: float
+                ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    """``x`` normalized as by Keras' code, the means and the variances."""
+    axes, broadcast, dtype = _of_channels(x, axis)
+    mean, variance = (tf.where(tf.size(x) > 0, moment, tf.zeros_like(moment))  # NaN without rows
+                      for moment in tf.nn.moments(tf.cast(x, dtype), axes))
+    factor = tf.math.rsqrt(broadcast(variance) + epsilon) * broadcast(scale)
+    output = (tf.cast(x, dtype) - broadcast(mean)) * factor + broadcast(offset)
+    return tf.cast(output, x.dtype), mean, variance
+
+
+def _gradients(x: tf.Tensor, upstream: tf.Tensor, scale: tf.Tensor, axis: int, epsilon: float
+               ) -> Any:
+    """The gradients for x, scale and offset, whose own gradients are those of Keras' code.
+
+    The kernel's are others, as ``tf.nn.moments`` stops the gradient of the mean in the variance.
+    That changes nothing in first order.
+    """
+    offset = tf.zeros_like(scale)
+    with tf.GradientTape() as tape:
+        tape.watch([x, scale, offset])
+        output, *_ = _normalized(x, scale, offset, axis, epsilon)
+    return tape.gradient(output, [x, scale, offset], upstream)
+
+
+def _gradients_by_moments(x: tf.Tensor, upstream: tf.Tensor, scale: tf.Tensor, mean: tf.Tensor,
+                          variance: tf.Tensor, axis: int, epsilon: float) -> Any:
+    """Those of :func:`_gradients`, in fewer passes over ``x``.
+
+    For x: ``scale * inverse * (up - mean(up) - normal * mean(up * normal))``.
+    """
+    axes, broadcast, dtype = _of_channels(x, axis)
+    up, inverse = tf.cast(upstream, dtype), tf.math.rsqrt(broadcast(variance) + epsilon)
+    normal = (tf.cast(x, dtype) - broadcast(mean)) * inverse
+    scale_gradient, offset_gradient = tf.reduce_sum(up * normal, axes), tf.reduce_sum(up, axes)
+    count = tf.cast(tf.size(x) // tf.size(mean), dtype)
+    rest = up - (broadcast(offset_gradient) + normal * broadcast(scale_gradient)) / count
+    return (tf.cast(broadcast(scale) * inverse * rest, x.dtype),
+            tf.cast(scale_gradient, scale.dtype), tf.cast(offset_gradient, scale.dtype))
+
+
+def _of_channels(x: tf.Tensor, axis: int) -> tuple[list[int], Callable[..., tf.Tensor], tf.DType]:
+    """The axes but the channels', what broadcasts channels' values to ``x``, and their dtype."""
     dtype = tf.float32 if x.dtype.size < 4 else x.dtype  # half-precision values sum in float32
     shape = [-1 if dim == axis else 1 for dim in range(x.shape.rank)]
-
-    def broadcast(per_channel: tf.Tensor) -> tf.Tensor:
-        return tf.reshape(tf.cast(per_channel, dtype), shape)
-
-    def forward(x: tf.Tensor, scale: tf.Tensor, offset: tf.Tensor) -> Any:
-        mean, variance = tf.nn.moments(tf.cast(x, dtype), axes)
-        factor = tf.math.rsqrt(broadcast(variance) + epsilon) * broadcast(scale)
-        output = (tf.cast(x, dtype) - broadcast(mean)) * factor + broadcast(offset)
-        return tf.cast(output, x.dtype), mean, variance
-
-    def backward(x: tf.Tensor, upstream: tf.Tensor, mean: tf.Tensor, variance: tf.Tensor,
-                 scale: tf.Tensor) -> Any:
-        """For x: ``scale * inverse * (up - mean(up) - normal * mean(up * normal))``."""
-        up, inverse = tf.cast(upstream, dtype), tf.math.rsqrt(broadcast(variance) + epsilon)
-        normal = (tf.cast(x, dtype) - broadcast(mean)) * inverse
-        scale_gradient, offset_gradient = tf.reduce_sum(up * normal, axes), tf.reduce_sum(up, axes)
-        count = tf.cast(tf.size(x) // tf.size(mean), dtype)
-        rest = up - (broadcast(offset_gradient) + normal * broadcast(scale_gradient)) / count
-        return (tf.cast(broadcast(scale) * inverse * rest, x.dtype),
-                tf.cast(scale_gradient, scale.dtype), tf.cast(offset_gradient, scale.dtype))
-
-    @tf.custom_gradient
-    def normalize(x: tf.Tensor, scale: tf.Tensor, offset: tf.Tensor) -> Any:
-        output, *moments = _tf.call_by_each_tower(
-            forward, ("rows", "once", "once"), ("rows", "own", "own"), (x, scale, offset))
-
-        def gradient(upstream: tf.Tensor, *_: Any) -> Any:
-            return _tf.call_by_each_tower(
-                backward, ("rows", "rows", "own", "own", "once"), ("rows", "sum", "sum"),
-                [x, upstream, *moments, scale])
-
-        return (output, *moments), gradient
-
-    return tuple(normalize(x, scale, offset))
+    return ([dim for dim in range(x.shape.rank) if dim != axis],
+            lambda value: tf.reshape(tf.cast(value, dtype), shape), dtype)

@@ -96,7 +96,8 @@ _BY_EACH = "_towers"
 
 
 def call_by_each_tower(fn: Callable[..., Any], takes: Sequence[str], gives: Sequence[str],
-                       tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+                       tensors: Sequence[tf.Tensor], gradient: Callable[..., Any] | None = None
+                       ) -> list[tf.Tensor]:
     """Calls ``fn`` in a step with all rows; in the partitioned step, each tower calls it.
 
     Args:
@@ -105,18 +106,51 @@ def call_by_each_tower(fn: Callable[..., Any], takes: Sequence[str], gives: Sequ
         value, from another such call), "once" (the same for all towers).
       gives: for each result: "rows", "own" (in other ops the towers' mean), "sum" (partial sums).
       tensors: the arguments; the first one has rows.
+      gradient: from the arguments, the results and their gradients, the gradients of the arguments;
+        None if each tower can compute them from its arguments, none of which is "own".
     """
-    function = tf.function(fn, autograph=False).get_concrete_function(
-        *(tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors))
-    function.add_to_graph(tf.compat.v1.get_default_graph())
-    outputs = function.outputs
-    results = tf.raw_ops.PartitionedCall(args=list(tensors), f=function,
-                                         Tout=[output.dtype for output in outputs])
-    results[0].op._set_attr(_BY_EACH, tf.compat.v1.AttrValue(
-        s=f"{' '.join(takes)},{' '.join(gives)}".encode()))
-    for result, output in zip(results, outputs):
-        result.set_shape(output.shape)
-    return list(results)
+    transposed = {"rows": "rows", "once": "sum", "sum": "once", "own": "own"}
+    gradient = gradient or (lambda tensors, _, upstream: call_by_each_tower(
+        vector_jacobian_product(fn, len(tensors)), [*takes, *(transposed[word] for word in gives)],
+        [transposed[word] for word in takes], [*tensors, *upstream]))
+    graph, name = tf.compat.v1.get_default_graph(), new_name("gradient")
+    # For gradients of the results in a nested function, which do not go by custom_gradient.
+    tf.RegisterGradient(name)(lambda op, *upstream: gradient(op.inputs, op.outputs, upstream))
+
+    @tf.custom_gradient
+    def call(*tensors: tf.Tensor) -> Any:
+        function = tf.function(fn, autograph=False).get_concrete_function(
+            *(tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors))
+        function.add_to_graph(graph)
+        outputs = function.outputs
+        with graph.gradient_override_map({"PartitionedCall": name}):
+            results = tf.raw_ops.PartitionedCall(args=list(tensors), f=function,
+                                                 Tout=[output.dtype for output in outputs])
+        results[0].op._set_attr(_BY_EACH, tf.compat.v1.AttrValue(
+            s=f"{' '.join(takes)},{' '.join(gives)}".encode()))
+        for result, output in zip(results, outputs):
+            result.set_shape(output.shape)
+        return list(results), lambda *upstream: gradient(tensors, results, upstream)
+
+    return list(call(*captured_here(tensors)))
+
+
+def captured_here(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """The tensors, in the current graph; there TensorFlow fails to differentiate by others."""
+    graph = tf.compat.v1.get_default_graph()
+    return [tensor if tensor.graph is graph else tf.identity(tensor) for tensor in tensors]
+
+
+def vector_jacobian_product(fn: Callable[..., Any], count: int) -> Callable[..., Any]:
+    """The gradients of ``fn``, as a function of its arguments and of gradients of its results."""
+    def product(*tensors: tf.Tensor) -> Any:
+        inner = captured_here(tensors)
+        with tf.GradientTape() as tape:
+            tape.watch(inner[:count])
+            results = fn(*inner[:count])
+        return tape.gradient(results, inner[:count], inner[count:], unconnected_gradients="zero")
+
+    return product
 
 
 def called_by_each_tower(call: tf.Operation) -> list[list[str]]:

@@ -245,6 +245,9 @@ class _Propagation:
             meant: dict[str, Spec] = {"rows": specs[0], "own": MEAN, "once": REPLICATED, "sum": SUM}
             takes, gives = ([meant[word] for word in words] for words in signature)
             return Plan(takes, gives)
+        if MEAN in specs:  # a rewritten call
+            raise NotImplementedError("with synchronize_batch_norm=False, gradients of batch norm "
+                                      "cannot be vectorized: pass experimental_use_pfor=False")
         body = self._bodies[operation.operation] = _tf.called_body(operation.operation)
         self._note_arguments(body, operation.inputs)
         layout = self.layout(body, specs)
