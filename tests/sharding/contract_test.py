@@ -101,6 +101,9 @@ RIGHT = {
         [tf.where(w[0] > .5, w[0], tf.zeros_like(w[0])), w[1]], x, y),
     "lookup": lambda s, w, x, y: s.scale_loss(tf.reduce_mean(
         tf.gather(w[0], tf.cast(x[:, 0] * 3, tf.int32)) @ w[1])),
+    "last_in_rows": lambda s, w, x, y: s.scale_loss(tf.reduce_mean(tf.gather(
+        tf.reshape(tf.nn.relu(x[:, :, None] * w[0] @ w[1]), [-1, 2]), tf.range(tf.shape(x)[0]) * 3
+        + tf.cast(y[:, 0] * 2, tf.int32)) ** 2)),
     "chosen_in_rows": lambda s, w, x, y: s.scale_loss(tf.reduce_mean(tf.gather(
         tf.nn.relu(x @ w[0]) @ w[1], tf.cast(y[:, 0] * 2, tf.int32), batch_dims=1) ** 2)),
     "chosen_twice": lambda s, w, x, y: tf.reduce_sum((tf.boolean_mask(

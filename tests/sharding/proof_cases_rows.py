@@ -53,6 +53,32 @@ GUARDS: dict[str, Callable[[tf.Tensor, tf.Tensor], tf.Tensor]] = {
 }
 
 
+# Positions of rows [6, 4], which are laid end to end, by labels [6].
+POSITIONS: dict[str, Callable[[tf.Tensor, tf.Tensor], tf.Tensor]] = {
+    "first": lambda x, y: _rows(x) * 4,
+    "some": lambda x, y: tf.reshape([0, 3, 1] + 4 * _rows(x)[:, None], [-1]),
+    "by_label": lambda x, y: _rows(x) * 4 + y,
+    "open": lambda x, y: _rows(x) * tf.shape(x)[1] + y,
+    "in_two_steps": lambda x, y: (_rows(x) * 2 + 1) * 2 + 1,
+    "too_few": lambda x, y: _rows(x) * 2 + 1,
+    "of_the_next": lambda x, y: (_rows(x) * 4 + 4) % 24,
+    "behind": lambda x, y: tf.minimum(_rows(x) * 4 + 5, 23),
+    "across": lambda x, y: tf.reshape(_rows(x)[None] * 4 + tf.range(4)[:, None], [-1]),
+}
+
+
+def _laid_flat(indices: Callable[[tf.Tensor, tf.Tensor], tf.Tensor]) -> Callable[..., Any]:
+    """Positions, gathered, and their gradient."""
+    def call(x: tf.Tensor, y: tf.Tensor) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            found = tf.gather(tf.reshape(x, [-1, 3]), indices(x, y))
+            loss = tf.reduce_sum(found ** 2)
+        return found, tf.convert_to_tensor(tape.gradient(loss, x))
+
+    return call
+
+
 def _guarded(guard: Callable[[tf.Tensor, tf.Tensor], tf.Tensor]) -> Callable[..., Any]:
     """Rows, gathered by the numbers of as many as two tensors have."""
     return lambda x, y: tf.gather(x, guard(x, tf.range(
@@ -212,6 +238,9 @@ def _own_rows() -> None:
             around("ScatterNd", _scattered(indices), real(6, 4, 3), whole(*labels), new, title=name)
     for name, guard in GUARDS.items():
         around("GatherV2", _guarded(guard), real(6, 1), real(6, 3), title=name)
+    for name, positions in POSITIONS.items():
+        for type in ("GatherV2", "UnsortedSegmentSum"):
+            around(type, _laid_flat(positions), real(6, 4, 3), whole(6), title=name)
     around("GatherV2", _bags, real(6, 2, 3), real(6, 3), title="bags")
     for rows in (6, 12):
         around("Max", _guarded(lambda x, i: i % 6), real(6, 1), real(rows, 3))

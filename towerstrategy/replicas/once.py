@@ -215,7 +215,8 @@ class _Once(contexts.Call):
                 f"{variable.name!r} differs from the gradient on one device. To get one device's "
                 "result, decorate the step with strategy.function in place of tf.function and "
                 "strategy.run; or scale a mean over the tower's rows by strategy.scale_loss, or "
-                "gather rows by towerstrategy.whole_batch.")
+                "gather rows by towerstrategy.whole_batch. If it divides by the number of "
+                "replicas, it must read this number itself.")
         except Warning as error:
             self._warning = error
             raise

@@ -1,9 +1,9 @@
 """Indices that name their own row, as in ``tf.gather_nd(logits, tf.stack([tf.range(n), y], 1))``.
 
-Goes in: an op with indices.  Comes out: its plan, if each index names the row that it is in, or a
-row that ``tf.where`` chose.  Then a tower needs no rows of other towers, and subtracts the number
-of its first row from its indices.  What indices name is read off the ops that made them, from
-``tf.range`` or ``tf.where`` on.
+Goes in: an op with indices.  Comes out: its plan, if each index names the row that it is in, a
+position of it (``tf.range(n) * positions + position``), or a row that ``tf.where`` chose.  Then a
+tower needs no rows of other towers, and subtracts the number of its first row from its indices.
+What indices name is read off the ops that made them, from ``tf.range`` or ``tf.where`` on.
 """
 
 from __future__ import annotations
@@ -16,17 +16,26 @@ import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.sharding.rules.elementwise import AS_IT_IS
-from towerstrategy.sharding.rules.entries import dimensions_in, sizes_of
+from towerstrategy.sharding.rules.entries import dimensions_in, entries_of, sizes_of
 from towerstrategy.sharding.rules.registry import EACH, HOST, Op, Plan, plan_of, rule
 from towerstrategy.sharding.rules.scaling import is_zero
 from towerstrategy.sharding.spec import REPLICATED, Chosen, Sharded, Size, Spec, of_batch
 
 
 class _RowNumbers(NamedTuple):
-    """Ascending numbers of rows, or of positions that ``tf.where`` chose, in a tensor."""
+    """Ascending numbers of rows, or of positions of rows, in a tensor.
 
-    at: Sharded = Sharded(0)  # the dimension along which they ascend; how often each is repeated
-    chosen: str = ""  # "rows" or "positions" (of a flat mask) if ``tf.where`` chose them
+    Attributes:
+      at: the dimension along which they ascend, and how often each row is repeated.
+      chosen: "rows" or "positions" (of a flat mask) if ``tf.where`` chose them.
+      times: the number of positions of a row; None if unknown.
+      last: the last position of a row that is named; None if unknown, so that it may be another's.
+    """
+
+    at: Sharded = Sharded(0)
+    chosen: str = ""
+    times: int | None = 1
+    last: int | None = 0
 
 
 def in_own_rows(op: Op, specs: Sequence[Spec], indices: int, batch: int, beside: Sequence[int] = (),
@@ -51,7 +60,11 @@ def in_own_rows(op: Op, specs: Sequence[Spec], indices: int, batch: int, beside:
     if numbers is None or numbers.at != Sharded(spec.dim, spec.times) \
             or bool(numbers.chosen) != bool(group):
         return None
-    times = group.times if group and numbers.chosen == "positions" else 1
+    gives: list[Spec] = [rows if into else spec]
+    if numbers.last is None and isinstance(rows, Sharded) and of_batch(rows):
+        # In strategy.run, whoever writes this means positions of the row.
+        return Plan([REPLICATED] * len(specs), gives, once=True, alone=0)
+    times = group.times if group and numbers.chosen == "positions" else numbers.times
     if spec.blocks > 1 or spec.group and not group or rows != Sharded(0, times) or times is None \
             or column is not None and (tensor.shape[-1] is None
                                        or tensor.shape.rank == spec.dim + 1):
@@ -67,7 +80,7 @@ def in_own_rows(op: Op, specs: Sequence[Spec], indices: int, batch: int, beside:
             m, times, tensor.dtype, column, tensor.shape[-1:])], EACH)
         return m.copy(inputs, EACH)
 
-    return Plan(takes, [rows if into else spec], make=make, alone=0)
+    return Plan(takes, gives, make=make, alone=0)
 
 
 def _unguarded(indices: tf.Tensor, batch: tf.Tensor) -> tf.Tensor:
@@ -175,6 +188,39 @@ def _maximum(operation: tf.Operation, column: int | None) -> _RowNumbers | None:
     return _row_numbers(operation.inputs[0], column) if is_zero(operation.inputs[1]) else None
 
 
+def _multiplied(operation: tf.Operation, column: int | None) -> _RowNumbers | None:
+    """The first position of each row: row numbers times the number of positions."""
+    for at, tensor in enumerate(operation.inputs):
+        numbers = None if column is not None else _row_numbers(tensor, None)
+        factor = operation.inputs[1 - at]
+        if numbers is not None and not numbers.chosen and factor.shape.rank == 0:
+            times = _tf.constant_value(factor)
+            if times is None or numbers.times is None:
+                return numbers._replace(times=None, last=None)
+            return None if times < 1 or numbers.last is None else numbers._replace(
+                times=numbers.times * int(times), last=numbers.last * int(times))
+    return None
+
+
+def _added(operation: tf.Operation, column: int | None) -> _RowNumbers | None:
+    """Positions of rows: the first position of each plus others, which stay in it if they can."""
+    for at, tensor in enumerate(operation.inputs):
+        numbers = None if column is not None else _row_numbers(tensor, None)
+        if numbers is None or numbers.chosen or numbers.times == 1:
+            continue
+        specs: list[Spec] = [REPLICATED, REPLICATED]
+        specs[at] = numbers.at
+        plan, added = plan_of(Op(operation), specs), entries_of(operation.inputs[1 - at])
+        if plan is None or not isinstance(plan.gives[0], Sharded):
+            return None
+        if numbers.times is None or added is None or None in added:
+            return numbers._replace(at=plan.gives[0], last=None)
+        last = None if numbers.last is None else numbers.last + max(added.flat, default=0)
+        inside = min(added.flat, default=0) >= 0 and (last is None or last < numbers.times)
+        return numbers._replace(at=plan.gives[0], last=last) if inside else None
+    return None
+
+
 def _pack(operation: tf.Operation, column: int | None) -> _RowNumbers | None:
     last = operation.outputs[0].shape.rank - 1
     if column is None or operation.get_attr("axis") not in (-1, last):
@@ -197,6 +243,7 @@ def _concat(operation: tf.Operation, column: int | None) -> _RowNumbers | None:
 
 
 _FOLLOW: dict[str, Callable[[tf.Operation, int | None], _RowNumbers | None]] = {
-    "Range": _range, "Where": _where, "Maximum": _maximum, "Pack": _pack,
+    "Range": _range, "Where": _where, "Maximum": _maximum, "Pack": _pack, "Mul": _multiplied,
+    **dict.fromkeys(("Add", "AddV2"), _added),
     "ConcatV2": _concat, **dict.fromkeys((
         *AS_IT_IS, "Cast", "Reshape", "Squeeze", "ExpandDims", "StridedSlice", "Tile"), _move)}
