@@ -25,8 +25,9 @@ import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.sharding.builder import Builder
+from towerstrategy.sharding.layout import Layout
 from towerstrategy.sharding.partition import Partition
-from towerstrategy.sharding.propagate import Layout, propagate
+from towerstrategy.sharding.propagate import propagate
 from towerstrategy.sharding.spec import (
     REPLICATED,
     Axes,

@@ -4,6 +4,7 @@ import tensorflow as tf
 from absl.testing import absltest, parameterized
 
 from towerstrategy.sharding import propagate
+from towerstrategy.sharding.layout import Nested
 from towerstrategy.sharding.spec import REPLICATED, SUM, Sharded
 from towerstrategy.sharding.traffic import Traffic
 
@@ -40,7 +41,7 @@ class TrafficTest(parameterized.TestCase):
 
         layout = layout_of(step, [[None, 4, 4, 2], [3, 3, 2, 2]], [Sharded(0), REPLICATED],
                            Traffic(4, 256, cpus=cpus))
-        loop, = (plan for plan in layout.plans.values() if isinstance(plan, propagate.Nested))
+        loop, = (plan for plan in layout.plans.values() if isinstance(plan, Nested))
         padded = [plan.padded for plan in loop.layouts[1].plans.values()]
         self.assertEqual((any(padded), loop.local), (cpus, not cpus))
 
@@ -52,7 +53,7 @@ class TrafficTest(parameterized.TestCase):
 
         layout = layout_of(looped, [[None, 512], [None, 512]], [Sharded(0), Sharded(0)],
                            Traffic(4, 64))
-        nested = [plan for plan in layout.plans.values() if isinstance(plan, propagate.Nested)]
+        nested = [plan for plan in layout.plans.values() if isinstance(plan, Nested)]
         self.assertTrue(nested[0].local)
 
     @parameterized.parameters((True, True), (False, False))

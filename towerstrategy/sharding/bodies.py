@@ -18,7 +18,7 @@ from towerstrategy import _tensorflow as _tf
 from towerstrategy.sharding import graphs, packing
 from towerstrategy.sharding.across import Across
 from towerstrategy.sharding.builder import Builder, Ref
-from towerstrategy.sharding.propagate import Layout
+from towerstrategy.sharding.layout import Layout
 from towerstrategy.sharding.rules.registry import Op
 from towerstrategy.sharding.spec import (
     REPLICATED,

@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy.sharding import propagate
+from towerstrategy.sharding.layout import BRANCHES, LOOPS
 from towerstrategy.sharding.rules.registry import Op
 
 
@@ -193,7 +193,7 @@ class Builder:
         by_input = {ref.input: ref for ref in refs}
         found: Crossings = {}
         for node in self.nodes.values() if by_input else ():
-            if node.op in (*propagate.BRANCHES, *propagate.LOOPS):
+            if node.op in (*BRANCHES, *LOOPS):
                 continue
             for place, text in enumerate(node.input):
                 ref = by_input.get(text)

@@ -21,6 +21,7 @@ import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.sharding import graphs, joined, propagate
+from towerstrategy.sharding.layout import BRANCHES, CALLS, LOOPS
 from towerstrategy.sharding.rules import lists, registry, scaling
 from towerstrategy.sharding.rules.registry import Op, Plan
 from towerstrategy.sharding.spec import (
@@ -147,11 +148,11 @@ class Contract:
         if operation.type in scaling.ADDITIVE:
             states = _zeros_as_others(operation, states, [
                 self._is_zero(tensor) for tensor in operation.inputs])
-        if operation.type in propagate.CALLS:
+        if operation.type in CALLS:
             return self._call(operation, [_tf.called_body(operation)], states)[0]
-        if operation.type in propagate.LOOPS:
+        if operation.type in LOOPS:
             return self._loop(operation, states)
-        if operation.type in propagate.BRANCHES:
+        if operation.type in BRANCHES:
             return self._branches(operation, states)
         if all(state == SAME for state in states):
             return [SAME] * count

@@ -20,7 +20,8 @@ import tensorflow as tf
 from towerstrategy import _tensorflow as _tf, arguments, contexts, refused
 from towerstrategy.batch import rows as rows_lib, sub_batches
 from towerstrategy.merge import merging, results
-from towerstrategy.sharding import propagate, step
+from towerstrategy.sharding import step
+from towerstrategy.sharding.layout import CALLS, LOOPS
 
 _log = logging.getLogger("towerstrategy")
 _EAGER_GRADIENT = (  # an eager tape would take the towers' loops for one
@@ -261,9 +262,9 @@ def _warn_of_whole_batches(strategy: Any, name: str, args: Any) -> None:
 def _has_loop_on_towers(strategy: Any) -> bool:
     """Whether the towers' operations in the default graph have a loop among them."""
     return len(strategy.extended.worker_devices) > 1 and any(
-        type in propagate.LOOPS
+        type in LOOPS
         for operation in tf.compat.v1.get_default_graph().get_operations()
-        for type in _tf.types_in(operation, propagate.CALLS))
+        for type in _tf.types_in(operation, CALLS))
 
 
 def _refuse_sub_batches(value: Any, dtype: Any = None, name: str | None = None,

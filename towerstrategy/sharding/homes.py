@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from towerstrategy.placement import scopes
-from towerstrategy.sharding import propagate
-from towerstrategy.sharding.propagate import Layout
+from towerstrategy.sharding.layout import LOOPS, Layout, Nested
 from towerstrategy.sharding.rules.registry import Op
 from towerstrategy.sharding.spec import Sharded
 
@@ -42,8 +41,8 @@ def homes(layout: Layout, devices: Mapping[str, str], merge: str,
         return {}, {}
     for operation in reversed(layout.order):
         plan = layout.plans.get(operation.name)
-        if isinstance(plan, propagate.Nested):
-            if operation.type not in propagate.LOOPS:
+        if isinstance(plan, Nested):
+            if operation.type not in LOOPS:
                 for inner in plan.layouts:
                     _note_consumers_in(inner, operation, devices, merge, consumers)
             continue
@@ -85,7 +84,7 @@ def updates(layout: Layout) -> set[str]:
         is_update = operation.name in needed_by_updates or operation.has_effect
         plan = layout.plans.get(operation.name)
         if is_update and operation.name not in needed_elsewhere and (
-                plan is None or plan.once or isinstance(plan, propagate.Nested)) and not any(
+                plan is None or plan.once or isinstance(plan, Nested)) and not any(
                 isinstance(spec, Sharded) for spec in layout.inputs_of(operation)):
             found.add(operation.name)
             needed_by_updates.update(operation.before)

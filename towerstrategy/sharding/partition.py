@@ -1,6 +1,6 @@
 """The operations on the towers and on the merge device that do what a traced step does.
 
-Goes in: a :class:`propagate.Layout` and the towers.  Comes out: nodes that give one device's
+Goes in: a :class:`layout.Layout` and the towers.  Comes out: nodes that give one device's
 result.
 
 Sharded and partial tensors are made on each tower.  Replicated tensors are made once: with the
@@ -17,10 +17,10 @@ from typing import Any
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy.sharding import bodies, homes, propagate, staging
+from towerstrategy.sharding import bodies, homes, staging
 from towerstrategy.sharding.builder import Ref
+from towerstrategy.sharding.layout import BRANCHES, CALLS, LOOPS, Layout, Nested
 from towerstrategy.sharding.maker import Maker
-from towerstrategy.sharding.propagate import Layout, Nested
 from towerstrategy.sharding.rules.registry import Op, Plan
 from towerstrategy.sharding.spec import (
     REPLICATED,
@@ -86,7 +86,7 @@ class Partition:
         values = [self._values[name] for name in operation.input_names]
         controls = self._controls(operation)
         towers = self.towers.at(self._stages.get(operation.name, self.towers.stage))
-        if isinstance(plan, Nested) and operation.type in propagate.CALLS:
+        if isinstance(plan, Nested) and operation.type in CALLS:
             outputs = self._inlined(operation, plan.layouts[0], values, controls, towers)
         else:
             if isinstance(plan, Nested):
@@ -311,7 +311,7 @@ class Partition:
     def _in_one_op(self, operation: Op, plan: Any, values: Sequence[Value],
                    controls: list[str], towers: Towers, scope: str = "") -> list[Value]:
         """The outputs of one branch or loop for all towers; of one tower in its ``scope``."""
-        loop = operation.type in propagate.LOOPS
+        loop = operation.type in LOOPS
         first = 0 if loop else 1
         reads = {index: functools.partial(self._read, values[index], controls)
                  for index in plan.only_read}
@@ -381,6 +381,6 @@ def _bytes(tensor: tf.Tensor) -> int:
 def _is_repeatable(operation: Op) -> bool:
     """Whether each tower may make the outputs itself instead of receiving them."""
     if operation.is_stateful or operation.type in (
-            *propagate.CALLS, *propagate.BRANCHES, *propagate.LOOPS):
+            *CALLS, *BRANCHES, *LOOPS):
         return False
     return bool(operation.inputs) or sum(map(_bytes, operation.outputs)) <= LARGEST_REPEATED

@@ -20,6 +20,7 @@ from towerstrategy import _tensorflow as _tf
 from towerstrategy.sharding import bodies, graphs, homes, propagate, replica_plans
 from towerstrategy.sharding.builder import Ref
 from towerstrategy.sharding.contract import Contract
+from towerstrategy.sharding.layout import Layout
 from towerstrategy.sharding.partition import Partition
 from towerstrategy.sharding.rules import registry
 from towerstrategy.sharding.rules.registry import Op, Plan
@@ -115,7 +116,7 @@ class PerTowerTensors:
 
     # After the trace.
 
-    def layout(self, states: Contract, traffic: Traffic) -> propagate.Layout:
+    def layout(self, states: Contract, traffic: Traffic) -> Layout:
         """The layout of the graph: which operations each tower runs, and which run once.
 
         Args:
@@ -128,7 +129,7 @@ class PerTowerTensors:
         graph.inputs = [*map(graph.get_tensor_by_name, self._captures),
                         *(graph.get_tensor_by_name(f"{name}:0") for name in self._inputs)]
         plans = replica_plans.Plans(bool(self._filled), traffic)
-        layout = propagate.Layout(graph, graphs.needed_in_order(graph), {
+        layout = Layout(graph, graphs.needed_in_order(graph), {
             tensor.name: PER_TOWER if tensor.op.name in self._inputs else REPLICATED
             for tensor in graph.inputs}, {})
         summed = replica_plans.only_used_for((each.input_names[0] for each in layout.order
@@ -159,7 +160,7 @@ class PerTowerTensors:
         return Value(towers, PER_TOWER, tensor.shape, None, lambda tower: _outer(
             towers, tower, by_tower[tower], tensor.dtype))
 
-    def is_transfer(self, layout: propagate.Layout, operation: Op) -> bool:
+    def is_transfer(self, layout: Layout, operation: Op) -> bool:
         """Whether an operation moves towers' own tensors into a sync point, or out of it."""
         return layout.graph is self.graph and (operation.name in self._picks or (
             operation.name in self._scatters) or operation.name in self._sums
@@ -227,7 +228,7 @@ class ReplicaPartition(Partition):
         inner._writers, inner._readers = self._writers, self._readers
         return inner
 
-    def _operation(self, layout: propagate.Layout, operation: Op) -> None:
+    def _operation(self, layout: Layout, operation: Op) -> None:
         values = [self._values[name] for name in operation.input_names]
         plan = layout.plans[operation.name]
         if self._tensors.is_transfer(layout, operation):

@@ -19,7 +19,15 @@ import tensorflow as tf
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.sharding import graphs, propagate
 from towerstrategy.sharding.contract import Contract
-from towerstrategy.sharding.propagate import Layout, Nested
+from towerstrategy.sharding.layout import (
+    BRANCHES,
+    CALLS,
+    LOOPS,
+    Layout,
+    Nested,
+    WithBodies,
+    only_read,
+)
 from towerstrategy.sharding.rules import registry
 from towerstrategy.sharding.rules.registry import Op, Plan
 from towerstrategy.sharding.spec import PER_TOWER, REPLICATED, SUM, Sharded, Spec
@@ -34,18 +42,14 @@ class NeedsOwnTrace(BaseException):
 
 
 @dataclasses.dataclass
-class OnEachTower(Plan):
-    """Each tower runs the operation with its own tensors.
+class OnEachTower(WithBodies):
+    """Each tower runs the operation, and has its functions, with its own tensors.
 
     Attributes:
       padded_plan: the table's plan, if a tower without rows must pad the operation's inputs.
-      layouts: the layouts of the functions of a branch or a loop, which each tower has of its own.
-      only_read: see :func:`propagate.only_read`.
     """
 
     padded_plan: Plan | None = None
-    layouts: Sequence[Layout] = ()
-    only_read: Set[int] = frozenset()
 
 
 class WithAllRows(Plan):
@@ -83,7 +87,7 @@ class Plans:
         if PER_TOWER not in specs and (
                 not operation.is_stateful or only_reads(operation.operation)):
             return propagate.once(layout, operation)
-        if operation.type in propagate.CALLS and not _tf.is_compiled(operation.operation):
+        if operation.type in CALLS and not _tf.is_compiled(operation.operation):
             inner, = states.bodies(operation.operation)
             body = self._layout(inner, specs, [tensor.name for tensor, name in zip(
                 inner.graph.outputs, operation.output_names) if name in summed])
@@ -102,15 +106,15 @@ class Plans:
 
     def _functions(self, operation: Op, specs: Sequence[Spec], states: Contract) -> dict[str, Any]:
         """``layouts`` and ``only_read`` of a branch or a loop; {} of others."""
-        loop, branch = operation.type in propagate.LOOPS, operation.type in propagate.BRANCHES
-        if not loop and not branch and operation.type not in propagate.CALLS:
+        loop, branch = operation.type in LOOPS, operation.type in BRANCHES
+        if not loop and not branch and operation.type not in CALLS:
             return {}
         taken: list[Spec] = [spec if tensor.dtype == tf.resource else PER_TOWER
                              for tensor, spec in zip(operation.inputs, specs)]
         layouts = [self._layout(inner, taken[int(branch):])  # behind the condition
                    for inner in states.bodies(operation.operation)]
         if loop or branch:
-            read = propagate.only_read(operation, layouts) if loop else frozenset()
+            read = only_read(operation, layouts) if loop else frozenset()
             return {"layouts": layouts, "only_read": read}
         if any(map(_differs, layouts)):
             raise NeedsOwnTrace("a function that XLA compiles would draw the same numbers on every "
@@ -177,7 +181,7 @@ def _differs(layout: Layout) -> bool:
     """Whether towers differ in what a compiled function does: they draw, print or assert."""
     for operation in layout.order:
         plan = layout.plans.get(operation.name)
-        nested = plan.layouts if isinstance(plan, (Nested, OnEachTower)) else ()
+        nested = plan.layouts if isinstance(plan, WithBodies) else ()
         if any(map(_differs, nested)):
             return True
         if operation.is_stateful and not operation.handles and operation.type not in _tf.CALLERS:

@@ -15,7 +15,7 @@ import math
 from collections.abc import Mapping
 
 from towerstrategy.placement import scopes
-from towerstrategy.sharding.propagate import CALLS, Layout
+from towerstrategy.sharding.layout import CALLS, Layout
 from towerstrategy.sharding.rules.registry import Op
 from towerstrategy.sharding.spec import Replicated
 from towerstrategy.sharding.towers import Towers

@@ -23,6 +23,7 @@ from towerstrategy.placement import scopes as scopes_lib
 from towerstrategy.sharding import packing, propagate, traffic
 from towerstrategy.sharding.across import Across
 from towerstrategy.sharding.builder import Builder, Ref
+from towerstrategy.sharding.layout import Layout
 from towerstrategy.sharding.partition import Partition
 from towerstrategy.sharding.spec import REPLICATED, Sharded, Spec
 from towerstrategy.sharding.towers import Towers
@@ -335,7 +336,7 @@ def _traced(strategy: Any, fn: Callable[..., Any], inputs: _Inputs
     return traced, packed
 
 
-def _report(strategy: Any, layout: propagate.Layout) -> None:
+def _report(strategy: Any, layout: Layout) -> None:
     """Notes the operations that run once, with all rows, for lack of a rule; logs new types."""
     known = strategy.extended.done_with_all_rows
     for containing, operation in layout.all_fallbacks():

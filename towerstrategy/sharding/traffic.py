@@ -103,7 +103,7 @@ def gather_early(layout: Any) -> None:
     rows that pooling repeats, and not a second time after an optimizer's operations on them.
 
     Args:
-      layout: a :class:`propagate.Layout`, which is changed: such operations run once.
+      layout: a :class:`layout.Layout`, which is changed: such operations run once.
     """
     # Tensor -> how many consumers take the towers' parts.
     in_parts = collections.Counter(tensor.name for tensor in layout.graph.outputs)
@@ -147,7 +147,7 @@ def cut_late(layout: Any) -> None:
     So a dropout's mask crosses, one byte per entry, instead of the random numbers.
 
     Args:
-      layout: a :class:`propagate.Layout`, which is changed: such operations run once.
+      layout: a :class:`layout.Layout`, which is changed: such operations run once.
     """
     there: set[str] = set()  # tensors that are sharded, but whole on a device already
     for operation in layout.parted:
@@ -168,7 +168,7 @@ def add_up_early(layout: Any) -> None:
     So a mean over rows that has several consumers crosses once, and a half crosses before its cast.
 
     Args:
-      layout: a :class:`propagate.Layout`, which is changed: such operations run once.
+      layout: a :class:`layout.Layout`, which is changed: such operations run once.
     """
     linear = {name for name, plan in layout.plans.items() if _is_linear_in_sum(plan)}
     if not linear:

@@ -1,0 +1,120 @@
+"""What is known of a traced graph: the spec of each tensor, the plan of each operation.
+
+Goes in: what :mod:`propagate` finds, or, for ``strategy.run``, :mod:`replica_plans`.  Comes out: a
+:class:`Layout`, and those of the functions that operations call.
+
+Calls, branches and loops are the only operations known here by type, because function bodies say
+what they do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence, Set
+from typing import Any
+
+from towerstrategy.sharding import traffic as traffic_lib
+from towerstrategy.sharding.rules.registry import Op, Plan
+from towerstrategy.sharding.spec import Replicated, Sharded, Spec
+
+CALLS = ("PartitionedCall", "StatefulPartitionedCall")
+BRANCHES = ("If", "StatelessIf", "Case", "StatelessCase")
+LOOPS = ("While", "StatelessWhile")
+
+
+@dataclasses.dataclass
+class WithBodies(Plan):
+    """The plan of a call, branch or loop whose functions have layouts.
+
+    Attributes:
+      layouts: the layouts of its functions: the body of a call, all branches, or a loop's condition
+        and body.
+      only_read: see :func:`only_read`.
+    """
+
+    layouts: Sequence[Layout] = ()
+    only_read: Set[int] = frozenset()
+
+
+@dataclasses.dataclass
+class Nested(WithBodies):
+    """The plan of a call, branch or loop that has an input that differs between towers, or writes.
+
+    Attributes:
+      local: whether each tower can run it alone, because nothing in it needs another tower's data.
+    """
+
+    local: bool = False
+
+
+@dataclasses.dataclass
+class Layout:
+    """The specs of a graph's tensors and the plans of its operations.
+
+    Attributes:
+      graph: the graph.
+      order: the operations that outputs or effects need, each after the ones that it depends on.
+      specs: tensor name -> spec.
+      plans: operation name -> plan.
+      parted: the operations with an input that is not replicated, or a function body that writes.
+      fallbacks: the operations that run once with all rows, because no rule shards them.
+    """
+
+    graph: Any
+    order: list[Op]
+    specs: dict[str, Spec]
+    plans: dict[str, Plan]
+    parted: list[Op] = dataclasses.field(default_factory=list)
+    fallbacks: list[Op] = dataclasses.field(default_factory=list)
+
+    def inputs_of(self, operation: Op) -> list[Spec]:
+        return [self.specs[name] for name in operation.input_names]
+
+    @property
+    def outputs(self) -> list[Spec]:
+        return [self.specs[tensor.name] for tensor in self.graph.outputs]
+
+    @property
+    def has_state(self) -> bool:
+        """Whether an operation, here or in a function body, has an effect or keeps a state."""
+        return any(operation.has_state for operation in self.order) or any(
+            layout.has_state for plan in self.plans.values() if isinstance(plan, Nested)
+            for layout in plan.layouts)
+
+    def gathered(self, operation: Op) -> int:
+        """Bytes per example gathered for an operation, as far as shapes are known."""
+        return sum(traffic_lib.bytes_of(tensor, spec) for tensor, spec
+                   in zip(operation.inputs, self.inputs_of(operation)) if isinstance(spec, Sharded))
+
+    def all_fallbacks(self) -> Iterator[tuple[Layout, Op]]:
+        """All fallbacks, in function bodies too, each with the layout that it belongs to."""
+        for operation in self.fallbacks:
+            yield self, operation
+        for plan in self.plans.values():
+            if isinstance(plan, Nested):
+                for layout in plan.layouts:
+                    yield from layout.all_fallbacks()
+
+
+def only_read(operation: Op, layouts: Sequence[Layout]) -> Set[int]:
+    """The indices of a loop's inputs that are variables which it only reads, for all towers.
+
+    The loop is given their values, read before it.
+    """
+    others = {operation.input_names[index] for index in operation.handles if not all(
+        _is_only_read(layout, layout.graph.inputs[index].name) for layout in layouts)}
+    return {index for index in operation.handles if operation.input_names[index] not in others}
+
+
+def _is_only_read(layout: Layout, name: str) -> bool:
+    """Whether operations read a variable by itself, also in called functions and in loops."""
+    for operation in layout.order:
+        if name in operation.input_names and not operation.reads_variable:
+            plan, at = layout.plans.get(operation.name), operation.input_names.index(name)
+            if not isinstance(plan, WithBodies) or not plan.layouts \
+                    or operation.type in BRANCHES or not (
+                    at in plan.only_read and _is_only_read(layout, operation.output_names[at])
+                    if operation.type in LOOPS else
+                    _is_only_read(plan.layouts[0], plan.layouts[0].graph.inputs[at].name)):
+                return False
+    return isinstance(layout.specs[name], Replicated)
