@@ -27,7 +27,7 @@ CASES = [case for case in TURNS if case[0] not in programs.GROUPS or case[0] == 
 OTHERS = zip(NAMES, itertools.cycle(TOWERS[1:-1]))
 
 
-def outcome(name, strategy=None, in_scope=True, rows=programs.ROWS, **options):
+def outcome(name, strategy=None, in_scope=True, **options):
     """All that a program returns, then its variables."""
     keras.utils.set_random_seed(3)
     if strategy is None:
@@ -39,7 +39,7 @@ def outcome(name, strategy=None, in_scope=True, rows=programs.ROWS, **options):
         alone = len(strategy.extended.worker_devices) == 1  # as tf.function: traced for each shape
         function = strategy.function(step, programs.SIGNATURE if alone else None, **options)
         run = lambda x, y: function(*strategy.split((x, y)))  # noqa: E731
-    given = [run(tf.constant(x), tf.constant(y)) for x, y in programs.batches(rows)]
+    given = [run(tf.constant(x), tf.constant(y)) for x, y in programs.batches(name)]
     state = state() if callable(state) else state
     return [np.asarray(leaf) for leaf in tf.nest.flatten([given, list(state)])]
 
@@ -49,11 +49,11 @@ of_one_device = functools.cache(outcome)
 
 class ProgramsTest(parameterized.TestCase):
 
-    def check(self, name, strategy, in_scope=True, rows=programs.ROWS, **options):
-        expected = of_one_device(name, rows=rows)
+    def check(self, name, strategy, in_scope=True, **options):
+        expected = of_one_device(name)
         with warnings.catch_warnings():
             warnings.simplefilter("error", UserWarning)
-            given = outcome(name, strategy, in_scope, rows, **options)
+            given = outcome(name, strategy, in_scope, **options)
         self.assertEqual(len(given), len(expected))
         for one, other in zip(expected, given):
             self.assertEqual((one.shape, one.dtype), (other.shape, other.dtype))
@@ -80,12 +80,6 @@ class ProgramsTest(parameterized.TestCase):
     def test_compiled(self, name):
         """Else a slice of all rows fails with XLA on several CPU towers."""
         self.check(name, towerstrategy.TowerStrategy(DEVICES[:2]), jit_compile=True)
-
-    @parameterized.parameters("triplet_hard", "searchsorted", "categorical", "ragged_rows",
-                              "sinkhorn", "convolutions")
-    def test_one_row(self, name):
-        """Else what is 1 in every shape for once is taken for a broadcast."""
-        self.check(name, towerstrategy.TowerStrategy(DEVICES[:3]), rows=(1, 2))
 
 
 if __name__ == "__main__":
