@@ -95,6 +95,14 @@ def replica_step(strategy, model):
 
 class RecurrentTest(parameterized.TestCase):
 
+    def setUp(self):
+        super().setUp()
+        # Else TensorFlow takes half of the time to optimize functions that run twice.
+        before = tf.config.optimizer.get_experimental_options()
+        tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
+        self.addCleanup(tf.config.optimizer.set_experimental_options, {
+            "disable_meta_optimizer": False, **before})
+
     def assert_same(self, model, other):
         for wanted, found in zip(model.get_weights(), other.get_weights()):
             np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
