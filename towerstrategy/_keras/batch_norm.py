@@ -141,11 +141,9 @@ def _gradients(x: tf.Tensor, upstream: tf.Tensor, scale: tf.Tensor, axis: int, e
     The kernel's are others, as ``tf.nn.moments`` stops the gradient of the mean in the variance.
     That changes nothing in first order.
     """
-    offset = tf.zeros_like(scale)
-    with tf.GradientTape() as tape:
-        tape.watch([x, scale, offset])
-        output, *_ = _normalized(x, scale, offset, axis, epsilon)
-    return tape.gradient(output, [x, scale, offset], upstream)
+    given = x, scale, offset = [x, scale, tf.zeros_like(scale)]
+    output, *_ = _normalized(x, scale, offset, axis, epsilon)
+    return tf.gradients(output, given, upstream, stop_gradients=given)
 
 
 def _gradients_by_moments(x: tf.Tensor, upstream: tf.Tensor, scale: tf.Tensor, mean: tf.Tensor,

@@ -123,7 +123,7 @@ def call_by_each_tower(fn: Callable[..., Any], takes: Sequence[str], gives: Sequ
             *(tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors))
         function.add_to_graph(graph)
         outputs = function.outputs
-        with graph.gradient_override_map({"PartitionedCall": name}):
+        with graph.gradient_override_map({"PartitionedCall": name}), functions.not_recorded():
             results = tf.raw_ops.PartitionedCall(args=list(tensors), f=function,
                                                  Tout=[output.dtype for output in outputs])
         results[0].op._set_attr(_BY_EACH, tf.compat.v1.AttrValue(
@@ -145,10 +145,8 @@ def vector_jacobian_product(fn: Callable[..., Any], count: int) -> Callable[...,
     """The gradients of ``fn``, as a function of its arguments and of gradients of its results."""
     def product(*tensors: tf.Tensor) -> Any:
         inner = captured_here(tensors)
-        with tf.GradientTape() as tape:
-            tape.watch(inner[:count])
-            results = fn(*inner[:count])
-        return tape.gradient(results, inner[:count], inner[count:], unconnected_gradients="zero")
+        return tf.gradients(fn(*inner[:count]), inner[:count], inner[count:],
+                            stop_gradients=inner, unconnected_gradients="zero")
 
     return product
 
