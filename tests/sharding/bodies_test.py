@@ -1,6 +1,7 @@
 """Loops: each tower runs its own, on its device, and reads variables once, before it."""
 
 import collections
+import functools
 
 import numpy as np
 import tensorflow as tf
@@ -89,6 +90,56 @@ class LoopsTest(parameterized.TestCase):
             self.assertNotIn("ReadVariableOp", {each.type for each in body.get_operations()})
             self.assertEqual({each.device for each in loop.inputs if each.dtype.is_floating},
                              {loop.device})  # TensorFlow keeps it there from turn to turn
+
+
+class TogetherTest(parameterized.TestCase):
+
+    @parameterized.parameters("found", "second", "filled", "sum_of_lists", "infinite")
+    def test_as_one_device(self, name):
+        """Else `fit` ends with an error: a loop that ends when a sum is small, a penalty on the
+        gradients of a recurrent layer; or parts are taken for those of a sum that they are not."""
+        def step(x, kernel):
+            def steps(state):
+                return tf.while_loop(lambda at, _: at < 3, lambda at, state: (
+                    at + 1, tf.tanh(x + state @ kernel)), (0, state))[1]
+
+            if name == "found":
+                return tf.while_loop(lambda total, done: not done, lambda total, done: (
+                    total + 1, total + tf.reduce_sum(x ** 2) > 40), (tf.zeros([], x.dtype), False))
+            if name == "filled":
+                return tf.cond(x[0, 0] > -9, lambda: tf.image.crop_and_resize(
+                    tf.cast(tf.reduce_sum(x, 0), tf.float32)[None, :, None, None],
+                    [[-1., 0., 3., 1.]], [0], [4, 2], extrapolation_value=2.), lambda: tf.ones(
+                        [1, 4, 2, 1]))
+            if name == "infinite":  # a tower without rows has a part of zero, which makes NaN
+                return tf.while_loop(lambda at, _: at < 2, lambda at, total: (
+                    at + 1, total + tf.clip_by_value(tf.reduce_sum(x ** 2, 0) / (
+                        kernel[0] * 0), -1, 1)), (0, tf.zeros([3], x.dtype)))[1]
+            with tf.GradientTape() as outer:
+                outer.watch(kernel)
+                if name == "sum_of_lists":
+                    made = tf.TensorArray(x.dtype, 3)
+                    for at in range(3):
+                        made = made.write(at, kernel * (at + 1))
+                    loss = tf.reduce_sum(steps(x) ** 2) + tf.reduce_sum(tf.while_loop(
+                        lambda at, _: at < 3, lambda at, state: (
+                            at + 1, state @ made.read(at)), (0, x))[1] ** 2) / 9
+                else:
+                    with tf.GradientTape() as tape:
+                        tape.watch(kernel)
+                        loss = tf.reduce_sum(steps(x) ** 2)
+                    loss = tf.reduce_sum(tape.gradient(loss, kernel) ** 2)
+            return outer.gradient(loss, kernel)
+
+        strategy = towerstrategy.TowerStrategy(DEVICES[:TOWERS])
+        kernel = tf.constant(np.random.RandomState(1).normal(size=[3, 3]) / 2)
+        one, towers = tf.function(step), strategy.function(step)
+        bound = 1e-6 if name == "filled" else 1e-12
+        for rows in ROWS:
+            x = tf.constant(np.random.RandomState(rows).normal(size=[rows, 3]))
+            tf.nest.map_structure(
+                functools.partial(np.testing.assert_allclose, rtol=bound),
+                towers(strategy.split(x), kernel), one(x, kernel))
 
 
 if __name__ == "__main__":

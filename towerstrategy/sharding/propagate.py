@@ -72,6 +72,8 @@ class _Propagation:
         self._graph, self._refused = graph, refused
         self._traffic = traffic or traffic_lib.Traffic()
         self._depth = 0  # of nested branches and loops
+        self._keeps_parts = False  # whether linear operations do, in the innermost of them
+        self._shared: set[Any] = set()  # branches and loops, with their inputs' specs, not local
         self._arguments: dict[tuple[Any, str], tf.Tensor] = {}  # (body, its input) -> outer tensor
         self._bodies: dict[tf.Operation, Any] = {}  # call -> the body that it calls
         self._loop_bodies: set[Any] = set()  # their inputs change from iteration to iteration
@@ -118,7 +120,7 @@ class _Propagation:
             plan = self._control_flow(operation, specs)
         else:
             plan = registry.plan_of(operation, specs) or (
-                scaling.plan_of_parts(operation, specs) if self._depth else None)
+                scaling.plan_of_parts(operation, specs) if self._keeps_parts else None)
         if plan is None or not self._can_redistribute(operation, specs, plan):
             if any(isinstance(spec, ListOf) for spec in specs):
                 raise CannotGather(operation.type)
@@ -178,8 +180,9 @@ class _Propagation:
             takes, gives = ([meant[word] for word in words] for words in signature)
             return Plan(takes, gives)
         if MEAN in specs:  # a rewritten call
-            raise NotImplementedError("with synchronize_batch_norm=False, gradients of batch norm "
-                                      "cannot be vectorized: pass experimental_use_pfor=False")
+            raise NotImplementedError(
+                "with synchronize_batch_norm=False, gradients of batch norm cannot be vectorized "
+                "(pass experimental_use_pfor=False), nor be taken in forward mode")
         body = self._bodies[operation.operation] = _tf.called_body(operation.operation)
         self._note_arguments(body, operation.inputs)
         layout = self.layout(body, specs)
@@ -189,10 +192,21 @@ class _Propagation:
         return Nested(list(specs), layout.outputs, layouts=[layout])
 
     def _control_flow(self, operation: Op, specs: Sequence[Spec]) -> Nested | None:
+        """The plan of a branch or loop; its bodies keep parts of sums if that makes it local."""
+        known = self._keeps_parts
+        find = self._branch if operation.type in BRANCHES else self._loop
+        key = operation.operation, *specs
         self._depth += 1
         try:
-            return (self._branch if operation.type in BRANCHES else self._loop)(operation, specs)
+            for keeps_parts in (False,) if key in self._shared else (True, False):
+                self._keeps_parts = keeps_parts
+                plan = find(operation, specs)
+                if plan is not None and plan.local:
+                    return plan
+            self._shared.add(key)
+            return plan
         finally:
+            self._keeps_parts = known
             self._depth -= 1
 
     def _branch(self, operation: Op, specs: Sequence[Spec]) -> Nested | None:
@@ -267,7 +281,7 @@ def _is_summed_each_iteration(layout: Layout, tensor: tf.Tensor) -> bool:
     while tensor.op.type == "Identity":
         tensor = tensor.op.inputs[0]
     plan = layout.plans.get(tensor.op.name)
-    return plan is not None and plan.once and any(
+    return plan is not None and plan.once and tensor.op.type in scaling.ADDITIVE and any(
         layout.specs[added.name] == SUM for added in tensor.op.inputs)
 
 

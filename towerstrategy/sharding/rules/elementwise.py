@@ -64,8 +64,7 @@ def elementwise(op: Op, specs: Sequence[Spec]) -> Plan | None:
     if op.type in AS_IT_IS and not isinstance(specs[0], Replicated):
         return Plan(specs, specs, passes=True)
     if any(isinstance(spec, ListOf) for spec in specs):
-        only_lists = all(isinstance(spec, ListOf) for spec in specs)
-        return Plan(specs, [specs[0]] * len(op.outputs)) if only_lists else None
+        return _lists(op, specs)
     if any(isinstance(spec, Sharded) for spec in specs):
         return _sharded(op, specs)
     if any(isinstance(spec, Size) for spec in specs):
@@ -90,6 +89,15 @@ def _moved_axes(op: Op, specs: Sequence[Spec]) -> Plan | None:
     else:
         return None
     return Plan([REPLICATED] * 2, [Axes(reduced)])
+
+
+def _lists(op: Op, specs: Sequence[Spec]) -> Plan | None:
+    """The plan of a sum of lists, or of zeros like a list; an empty one may be each tower's."""
+    lists = [spec for spec in specs if isinstance(spec, ListOf)]
+    spec = next((spec for spec in lists if spec.element is not None), lists[0])
+    alike = all(isinstance(each, (ListOf, Replicated)) for each in specs) \
+        and {each.element for each in lists} <= {spec.element, None}
+    return Plan([spec] * len(specs), [spec] * len(op.outputs)) if alike else None
 
 
 def _sharded(op: Op, specs: Sequence[Spec]) -> Plan | None:

@@ -36,10 +36,12 @@ def is_empty(tensor_list: tf.Tensor, element: Spec | None) -> bool:
     """Whether a replicated list, or optional, is new and empty, so that each tower may have a copy.
 
     ``element`` is the spec of the entries that are put into it.  If they are sharded, the list must
-    not say how many rows they have.
+    not say how many rows they have.  Zeros like a list are as good as none.
     """
     if tensor_list.op.type == "OptionalNone":
         return True
+    if tensor_list.op.type == "ZerosLike":
+        return not isinstance(element, Sharded)
     if tensor_list.op.type not in ("EmptyTensorList", "TensorListReserve"):
         return False
     if not isinstance(element, Sharded):
