@@ -92,6 +92,53 @@ class LoopsTest(parameterized.TestCase):
                              {loop.device})  # TensorFlow keeps it there from turn to turn
 
 
+BODIES = {  # of loops and branches; what they compute of the number of rows, or of rows before
+    "mean": lambda at, rows, total: (rows, total + tf.reduce_mean(rows ** 2)),
+    "count": lambda at, rows, total: (
+        rows / tf.cast(tf.shape(rows)[0], rows.dtype), total + tf.reduce_sum(rows)),
+    "drawn": lambda at, rows, total: (rows * tf.random.stateless_uniform(
+        tf.shape(rows), [at, 1], dtype=rows.dtype), total),
+    "numbers": lambda at, rows, total: (
+        rows * tf.cast(tf.range(tf.shape(rows)[0]), rows.dtype)[:, None], total),
+    "of_labels": lambda at, rows, total: (
+        rows, total + tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(
+            tf.cast(rows[:, 0] > 0, tf.int32), rows)))}
+
+
+class RowsTest(parameterized.TestCase):
+
+    @parameterized.product(name=list(BODIES), in_loop=[False, True])
+    def test_of_the_batch(self, name, in_loop):
+        """Else a mean in a branch, or the loss of each step of a decoder, makes towers wait for
+        each other; or a tower takes its rows for the batch's."""
+        def body(at, rows, total):
+            return at + 1, *BODIES[name](at, tf.tanh(rows), total)
+
+        def given(x):
+            return tf.constant(0), x, tf.zeros([], x.dtype)
+
+        def step(x):
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                _, rows, total = tf.while_loop(lambda at, *_: at < 3, body, given(x)) if in_loop \
+                    else tf.cond(x[0, 0] > -99, lambda: body(*given(x)), lambda: given(x))
+                loss = total + tf.reduce_sum(rows ** 2)
+            return rows, total, tape.gradient(loss, x)
+
+        strategy = towerstrategy.TowerStrategy(on_gpus.towers(TOWERS))
+        strategy.extended.keep_graphs = True
+        one, towers = tf.function(step), strategy.function(step)
+        for rows in ROWS:
+            x = tf.constant(np.random.RandomState(rows).normal(size=[rows, 3]))
+            for got, wanted in zip(towers(strategy.split(x)), one(x)):
+                np.testing.assert_allclose(got, wanted, rtol=1e-12, atol=1e-12)
+        graph = towers.get_concrete_function(strategy.split(x)).graph
+        bodies = [operation for operation in graph.get_operations() if operation.type in (
+            "If", "StatelessIf", "While", "StatelessWhile")]
+        self.assertEqual(collections.Counter(on_gpus.name(each.device) for each in bodies), {
+            f"GPU:{tower}": 2 for tower in range(TOWERS)})
+
+
 class TogetherTest(parameterized.TestCase):
 
     @parameterized.parameters("found", "second", "filled", "sum_of_lists", "infinite")

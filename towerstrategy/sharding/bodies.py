@@ -30,7 +30,7 @@ from towerstrategy.sharding.spec import (
     Size,
     Spec,
 )
-from towerstrategy.sharding.towers import Towers
+from towerstrategy.sharding.towers import OfAll, Towers
 from towerstrategy.sharding.values import Value
 
 _PARTED = (Sharded, Partial, ListOf, PerTower)  # specs of values that have no whole tensor
@@ -69,7 +69,7 @@ class Body:
         towers = self.towers = Towers(
             builder, self._outer.stage_devices, self._outer.merge, self._outer.host,
             self._outer.scopes, self._count, self._outer.on_cpu, self._outer.draws_rows, across,
-            self._outer.spare).at(self._outer.stage)
+            self._outer.spare, self._of_all()).at(self._outer.stage)
         placeholders: list[tf.Tensor] = []
         inputs = []
         for index, (spec, value, inner) in enumerate(zip(
@@ -97,6 +97,17 @@ class Body:
         return self._extra((tower, dtype), Extra(
             lambda: tf.compat.v1.placeholder(dtype, [] if is_scalar else [self._outer.replicas]),
             lambda: self._outer.counts() if tower is None else self._outer.count(tower, dtype)))
+
+    def _of_all(self) -> OfAll | None:
+        """What a tower by itself knows of all towers, as arguments."""
+        known = self._outer.of_all
+        return known and OfAll(known.number,
+                               functools.partial(self._number, "rows", known.rows),
+                               functools.partial(self._number, "earlier", known.earlier))
+
+    def _number(self, name: str, outer: Callable[[tf.DType], Ref], dtype: tf.DType) -> Ref:
+        return self._extra((name, dtype), Extra(lambda: tf.compat.v1.placeholder(dtype, []),
+                                                functools.partial(outer, dtype)))
 
     def _outside(self, tensor: tf.Tensor) -> Ref:
         """A tensor of the step's graph, such as a collective operation's key, as an argument."""

@@ -30,6 +30,7 @@ from towerstrategy.sharding.spec import (
     Partial,
     Replicated,
     Sharded,
+    Size,
     Spec,
 )
 
@@ -302,9 +303,14 @@ def _is_local(layout: Layout, operation: Op, compiled: bool) -> bool:
         return (plan.local or operation.type in CALLS and is_local(
             plan.layouts[0], plan.gives, compiled)) and _match_but_zeros(
                 operation.inputs, specs, plan.takes)
+    # The tower is given the batch's number of rows, unless XLA compiles it.
+    knows_rows = not compiled and all(spec.has_known_rows for spec in specs
+                                      if isinstance(spec, (Sharded, Size)))
     if plan.once:
-        return all(isinstance(spec, Replicated) for spec in specs) and not operation.has_state
-    return plan.make is None and (compiled or not plan.padded) and _match(specs, plan.takes)
+        return not operation.has_state and all(isinstance(spec, Replicated) or isinstance(
+            spec, Size) and knows_rows for spec in specs)
+    is_made = plan.make is None or plan.alone is not None and knows_rows
+    return is_made and (compiled or not plan.padded) and _match(specs, plan.takes)
 
 
 def _match_but_zeros(tensors: Sequence[tf.Tensor], specs: Sequence[Spec],

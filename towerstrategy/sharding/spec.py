@@ -97,6 +97,11 @@ class Sharded:
         return dataclasses.replace(self, broadcast=False, start=False) \
             if self.broadcast or self.start else self
 
+    @property
+    def has_known_rows(self) -> bool:
+        """Whether the batch's number of rows tells the whole tensor's size along ``dim``."""
+        return of_batch(self) and self.times is not None
+
     def at(self, dim: int) -> Sharded:
         """The same examples along another dimension."""
         return self if dim == self.dim else dataclasses.replace(self, dim=dim)
@@ -133,6 +138,11 @@ class Size:
     group: Group = ""
     blocks: int = 1
     known: tuple[int | None, ...] | None = None
+
+    @property
+    def has_known_rows(self) -> bool:
+        """Whether the batch's number of rows tells the entry that counts rows."""
+        return of_batch(self) and self.times is not None
 
     def moved(self, at: int) -> Size:
         """The same number of rows at another index of another tensor."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import tensorflow as tf
 
@@ -37,6 +37,14 @@ def cached(make: _Method) -> _Method:
     return made_once  # type: ignore[return-value]
 
 
+class OfAll(NamedTuple):
+    """What a tower by itself knows of all towers."""
+
+    number: int  # its number among them
+    rows: Callable[[tf.DType], Ref]  # the batch's number of rows
+    earlier: Callable[[tf.DType], Ref]  # the number of rows before its own
+
+
 class Towers:
     """The towers that a step is partitioned over, and their rows of the batch.
 
@@ -52,6 +60,7 @@ class Towers:
       draws_rows: whether a tower draws its rows of one device's random numbers, or its own numbers.
       across: the values that cross workers, each of which has towers; None with one worker.
       spare: the device for large tensors that are made once and for no variable; "" for ``merge``.
+      of_all: for a tower by itself.
 
     Attributes:
       stage: the stage of all nodes that are made here; None if unknown.
@@ -64,11 +73,12 @@ class Towers:
                  host: str, scopes: Sequence[str],
                  counts: Callable[[int | None, tf.DType], Ref | None],
                  on_cpu: bool = False, draws_rows: bool = True,
-                 across: Across | None = None, spare: str = "") -> None:
-        self.spare = spare
+                 across: Across | None = None, spare: str = "",
+                 of_all: OfAll | None = None) -> None:
+        self.spare, self.of_all = spare, of_all
         self.across = across or Across(None, builder.graph, builder, builder.take)
         workers = self.across.workers
-        self.first = 0 if workers is None else workers.first
+        self.first = of_all.number if of_all else workers.first if workers else 0
         self.replicas = len(stage_devices) if workers is None else workers.replicas
         self.builder, self.merge, self.host = builder, merge, host
         self.stage_devices, self.devices = stage_devices, [row[0] for row in stage_devices]
@@ -92,11 +102,13 @@ class Towers:
         return self._stages[stage]
 
     def alone(self, tower: int) -> Towers:
-        """A tower by itself, of which all rows are the batch's."""
+        """A tower by itself, which knows how many rows the batch has, and those before its own."""
         return Towers(self.builder, [self.stage_devices[tower]], self.devices[tower], self.host,
                       [self.scopes[tower]],
                       lambda each, dtype: None if each is None else self.count(tower, dtype),
-                      self.on_cpu, self.draws_rows).at(self.stage)
+                      self.on_cpu, self.draws_rows, of_all=OfAll(
+                          self.first + tower, self.total, functools.partial(self.offset, tower))
+                      ).at(self.stage)
 
     def brought(self, tower: int, ref: Ref) -> Ref:
         """A tensor for a loop on a tower, which keeps it on the device of the node that makes it.
@@ -157,6 +169,8 @@ class Towers:
     @cached
     def total(self, dtype: tf.DType = tf.int64) -> Ref:
         """The batch's number of rows."""
+        if self.of_all is not None:
+            return self.of_all.rows(dtype)
         if self.across.workers is not None:
             return self._sum_of_first(self.counts(), self.replicas, dtype)
         return self.add_up([self.count(tower, dtype) for tower in range(len(self))], self.host)
@@ -167,7 +181,9 @@ class Towers:
 
     @cached
     def earlier(self, dtype: tf.DType = tf.int64) -> Ref:
-        """The number of rows of all workers before this one."""
+        """The number of rows before the first of these towers: of all workers before this one."""
+        if self.of_all is not None:
+            return self.of_all.earlier(dtype)
         if self.across.workers is None:
             return self.number(0, dtype)
         return self._sum_of_first(self.counts(), self.first, dtype)
@@ -224,6 +240,12 @@ class Towers:
         return self.builder.make("Pack", [number if place == at else rest
                                           for place in range(length)], device,
                                  f"{self.scopes[tower]}Pack", axis=0)
+
+    def with_entry(self, vector: Ref, at: int, other: Ref) -> Ref:
+        """``vector`` with entry ``at`` of ``other``, a vector or a scalar, on the host."""
+        zero, one, place = (self.number(number, tf.int32) for number in (0, 1, at))
+        index = self.on_host("Range", zero, self.on_host("Size", vector), one)
+        return self.on_host("SelectV2", self.on_host("Equal", index, place), other, vector)
 
     def add_up(self, parts: Sequence[Ref], device: str,
                shape: tf.TensorShape | None = None) -> Ref:

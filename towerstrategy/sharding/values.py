@@ -124,8 +124,9 @@ class Value:
 
     def of_one(self, tower: int, alone: Towers, spec: Spec, device: str) -> Value:
         """A tower's part, as a tensor of this tower by itself."""
+        whole = self.whole if isinstance(spec, Size) else functools.partial(self.part, tower)
         return Value(alone, spec.given if isinstance(spec, Sharded) else spec, self.shape,
-                     functools.partial(self.part, tower), lambda _: self.part(tower), device)
+                     whole, lambda _: self.part(tower), device)
 
     def parts(self) -> list[Ref]:
         """Each tower's part."""
@@ -235,11 +236,11 @@ class Value:
     def _merged(self) -> Ref:
         """The whole tensor: the sum, concatenation or other reduction of the towers' parts."""
         towers, parts = self.towers, self.parts()
+        if isinstance(self.spec, Size) and (towers.replicas > 1 or towers.of_all):
+            return self._total_size(parts, self.spec)
         if towers.replicas == 1 or self.spec == PER_TOWER:
             return parts[0]
         device, whole = self.device or towers.merge, parts[0]
-        if isinstance(self.spec, Size):
-            return self._total_size(parts, self.spec.at)
         if isinstance(self.spec, Sharded):
             if self.spec.blocks > 1:
                 return self._merged_blocks(self.spec, device)
@@ -279,15 +280,13 @@ class Value:
         axis = build.constant(spec.dim, tf.int32, device)
         return build.make("ConcatV2", [*wholes, axis], device, "merge/ConcatV2", N=len(wholes))
 
-    def _total_size(self, parts: Sequence[Ref], at: int) -> Ref:
-        """The whole batch's size: the sum of entry ``at`` over the towers; other entries agree."""
-        towers = self.towers
-        total = towers.add_up(parts, towers.host, self.shape)
-        if self.shape.rank == 0:
-            return total
-        zero, one, place = (towers.number(number, tf.int32) for number in (0, 1, at))
-        index = towers.on_host("Range", zero, towers.on_host("Size", parts[0]), one)
-        return towers.on_host("SelectV2", towers.on_host("Equal", index, place), total, parts[0])
+    def _total_size(self, parts: Sequence[Ref], spec: Size) -> Ref:
+        """The whole batch's size: one entry is the sum over the towers; other entries agree."""
+        towers, dtype = self.towers, parts[0].dtype
+        total = towers.add_up(parts, towers.host, self.shape) \
+            if not towers.of_all or not spec.has_known_rows else towers.on_host(
+                "Mul", towers.total(dtype), towers.number(spec.times, dtype))
+        return total if self.shape.rank == 0 else towers.with_entry(parts[0], spec.at, total)
 
     def _cut(self, wanted: Sharded, has_rows: bool = False) -> Value:
         """The whole tensor as a sharded one: each tower takes its slice."""
