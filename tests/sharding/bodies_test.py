@@ -94,6 +94,8 @@ class LoopsTest(parameterized.TestCase):
 
 BODIES = {  # of loops and branches; what they compute of the number of rows, or of rows before
     "mean": lambda at, rows, total: (rows, total + tf.reduce_mean(rows ** 2)),
+    "penalty": lambda at, rows, total: (
+        rows, total + tf.reduce_mean(rows) + tf.cast(at, rows.dtype)),
     "count": lambda at, rows, total: (
         rows / tf.cast(tf.shape(rows)[0], rows.dtype), total + tf.reduce_sum(rows)),
     "drawn": lambda at, rows, total: (rows * tf.random.stateless_uniform(

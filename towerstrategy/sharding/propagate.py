@@ -291,18 +291,17 @@ def is_local(layout: Layout, outputs: Sequence[Spec], compiled: bool = False) ->
 
     ``compiled`` says that XLA compiles them; no kernel of XLA fails on zero rows.
     """
-    if not _match_but_zeros(layout.graph.outputs, layout.outputs, outputs):
-        return False
-    return all(_is_local(layout, operation, compiled) for operation in layout.order
-               if operation.name in layout.plans)
+    return _match(layout.outputs, outputs, compiled) and all(
+        _is_local(layout, operation, compiled) for operation in layout.order
+        if operation.name in layout.plans)
 
 
 def _is_local(layout: Layout, operation: Op, compiled: bool) -> bool:
     plan, specs = layout.plans[operation.name], layout.inputs_of(operation)
     if isinstance(plan, Nested):
-        return (plan.local or operation.type in CALLS and is_local(
-            plan.layouts[0], plan.gives, compiled)) and _match_but_zeros(
-                operation.inputs, specs, plan.takes)
+        return _match(specs, plan.takes, compiled) and (
+            plan.local or operation.type in CALLS and is_local(
+                plan.layouts[0], plan.gives, compiled))
     # The tower is given the batch's number of rows, unless XLA compiles it.
     knows_rows = not compiled and all(spec.has_known_rows for spec in specs
                                       if isinstance(spec, (Sharded, Size)))
@@ -310,19 +309,15 @@ def _is_local(layout: Layout, operation: Op, compiled: bool) -> bool:
         return not operation.has_state and all(isinstance(spec, Replicated) or isinstance(
             spec, Size) and knows_rows for spec in specs)
     is_made = plan.make is None or plan.alone is not None and knows_rows
-    return is_made and (compiled or not plan.padded) and _match(specs, plan.takes)
+    return is_made and (compiled or not plan.padded) and _match(specs, plan.takes, compiled)
 
 
-def _match_but_zeros(tensors: Sequence[tf.Tensor], specs: Sequence[Spec],
-                     takes: Sequence[Spec]) -> bool:
-    """:func:`_match`, where a zero may be a part of a sum, on each tower."""
-    return _match([SUM if wanted == SUM and scaling.is_zero(tensor) else spec
-                   for tensor, spec, wanted in zip(tensors, specs, takes)], takes)
+def _match(specs: Sequence[Spec], takes: Sequence[Spec], compiled: bool = False) -> bool:
+    """Whether a tower by itself has inputs of the specs that a plan takes, or makes them.
 
-
-def _match(specs: Sequence[Spec], takes: Sequence[Spec]) -> bool:
-    """Whether inputs of these specs need no redistribution to the specs that a plan takes."""
-    return all(spec == wanted or isinstance(spec, Replicated) and isinstance(wanted, Replicated)
-               or isinstance(spec, ListOf) and isinstance(wanted, ListOf)
-               or isinstance(wanted, ListOf) and isinstance(spec, Replicated)
-               for spec, wanted in zip(specs, takes))
+    Of what is the same for all towers, the first one has all as its part of a sum.
+    """
+    return all(spec == wanted or isinstance(spec, Replicated) and (
+        isinstance(wanted, (Replicated, ListOf)) or wanted == SUM and not compiled)
+        or isinstance(spec, ListOf) and isinstance(wanted, ListOf)
+        for spec, wanted in zip(specs, takes))

@@ -129,11 +129,10 @@ def plan_of_parts(op: Op, specs: Sequence[Spec]) -> Plan | None:
     if not sums or not all(spec == SUM or isinstance(spec, Replicated) for spec in specs) \
             or not all(map(is_number, op.outputs)):
         return None
+    takes = [SUM if spec == SUM else REPLICATED for spec in specs]
     if op.type in ADDITIVE:
-        is_linear_ = all(specs[index] == SUM or not is_number(tensor) or is_zero(tensor)
-                         for index, tensor in enumerate(op.inputs))
-    else:
-        is_linear_ = len(sums) == 1 and is_linear(op.operation, sums[0]) \
-            and op.outputs[0].dtype.size >= min(op.inputs[sums[0]].dtype.size, 4)
-    return Plan([SUM if spec == SUM else REPLICATED for spec in specs],
-                [SUM] * len(op.outputs)) if is_linear_ else None
+        takes = [SUM if is_number(tensor) else REPLICATED for tensor in op.inputs]
+    elif len(sums) > 1 or not is_linear(op.operation, sums[0]) \
+            or op.outputs[0].dtype.size < min(op.inputs[sums[0]].dtype.size, 4):
+        return None
+    return Plan(takes, [SUM] * len(op.outputs))
