@@ -55,8 +55,8 @@ def optimizer_values(model):
 
 class InterchangeTest(parameterized.TestCase):
 
-    @wide.parameters((keras, MOVES[0]), (tf_keras, MOVES[3]), wide=[
-        (keras, MOVES[2]), (tf_keras, MOVES[1])], rest=[
+    @wide.parameters((tf_keras, MOVES[3]), wide=[
+        (keras, MOVES[0]), (keras, MOVES[2]), (tf_keras, MOVES[1])], rest=[
         (keras, MOVES[1]), (keras, MOVES[3]), (tf_keras, MOVES[0]), (tf_keras, MOVES[2])])
     def test_training_goes_on(self, kit, move):
         """Lost otherwise: training moved between machines; optimizer slots start from zero."""

@@ -17,6 +17,7 @@ from absl.testing import absltest, parameterized
 
 import peers
 import towerstrategy
+import wide
 from towerstrategy import _keras, _tensorflow as _tf
 from towerstrategy._keras import adopting
 from towerstrategy._keras.keras3 import hooks as keras3_hooks
@@ -98,7 +99,7 @@ class NoTraceTest(parameterized.TestCase):
             self.assertEmpty(changed())
         self.assertTrue(self.strategy.extended.crossings)
 
-    @parameterized.parameters(keras, tf_keras)
+    @wide.parameters(keras, wide=[tf_keras])
     def test_loops_of_ones_own(self, kit):
         """Else an optimizer that a loop has used is another one in the next program."""
         with self.strategy.scope():

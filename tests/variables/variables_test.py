@@ -97,9 +97,10 @@ class WriteMatrixTest(parameterized.TestCase):
 
     MODES = Sync.AUTO, Sync.ON_READ  # ON_WRITE is what AUTO is for these
 
-    @wide.parameters(*itertools.product(MODES, [Aggregation.SUM, Aggregation.MEAN]),
-                     wide=[*itertools.product(MODES, [
-                         Aggregation.NONE, Aggregation.ONLY_FIRST_REPLICA])],
+    @wide.parameters((Sync.AUTO, Aggregation.MEAN), (Sync.ON_READ, Aggregation.SUM),
+                     (Sync.ON_READ, Aggregation.MEAN), wide=[
+                         (Sync.AUTO, Aggregation.SUM), *itertools.product(MODES, [
+                             Aggregation.NONE, Aggregation.ONLY_FIRST_REPLICA])],
                      rest=[(Sync.ON_WRITE, rule) for rule in Aggregation])
     def test_as_mirrored(self, synchronization, aggregation):
         """Else a variable written by code made for MirroredStrategy holds something else."""
