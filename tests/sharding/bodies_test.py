@@ -150,11 +150,11 @@ class TogetherTest(parameterized.TestCase):
         def step(x, kernel):
             def steps(state):
                 return tf.while_loop(lambda at, _: at < 3, lambda at, state: (
-                    at + 1, tf.tanh(x + state @ kernel)), (0, state))[1]
+                    at + 1, tf.tanh(x @ kernel) + state / 2), (0, state))[1]
 
             if name == "found":
                 return tf.while_loop(lambda total, done: not done, lambda total, done: (
-                    total + 1, total + tf.reduce_sum(x ** 2) > 40), (tf.zeros([], x.dtype), False))
+                    total + 9, tf.reduce_sum(x ** 2) < total), (tf.zeros([], x.dtype), False))
             if name == "filled":
                 return tf.cond(x[0, 0] > -9, lambda: tf.image.crop_and_resize(
                     tf.cast(tf.reduce_sum(x, 0), tf.float32)[None, :, None, None],
@@ -181,14 +181,16 @@ class TogetherTest(parameterized.TestCase):
             return outer.gradient(loss, kernel)
 
         strategy = towerstrategy.TowerStrategy(DEVICES[:TOWERS])
-        kernel = tf.constant(np.random.RandomState(1).normal(size=[3, 3]) / 2)
-        one, towers = tf.function(step), strategy.function(step)
+        value = np.random.RandomState(1).normal(size=[3, 3]) / 2
+        with strategy.scope():
+            kernels = tf.Variable(value), tf.Variable(value)
+        one, towers = (function(functools.partial(step, kernel=kernel)) for function, kernel in zip(
+            (tf.function, strategy.function), kernels))
         bound = 1e-6 if name == "filled" else 1e-12
         for rows in ROWS:
             x = tf.constant(np.random.RandomState(rows).normal(size=[rows, 3]))
-            tf.nest.map_structure(
-                functools.partial(np.testing.assert_allclose, rtol=bound),
-                towers(strategy.split(x), kernel), one(x, kernel))
+            tf.nest.map_structure(functools.partial(np.testing.assert_allclose, rtol=bound),
+                                  towers(strategy.split(x)), one(x))
 
 
 if __name__ == "__main__":

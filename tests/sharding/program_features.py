@@ -187,4 +187,6 @@ FEATURES = {
         )[:, None]
     ),
     "map_defun": lambda h: tf.vectorized_map(lambda r: r - tf.reduce_mean(h, 0) + tf.cumsum(r), h),
+    "centred_pairs": lambda h: (  # of a batch of one row, both operands have the same shape
+        (lambda pairs: pairs - tf.reduce_mean(pairs, 0, keepdims=True))(h @ tf.transpose(h)) @ h),
 }
