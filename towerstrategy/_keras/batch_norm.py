@@ -102,20 +102,20 @@ def _normalize_by_tower(x: tf.Tensor, scale: tf.Tensor, offset: tf.Tensor, axis:
         functools.partial(function, axis=axis, epsilon=epsilon)
         for function in (_normalized, _gradients, _gradients_by_moments))
 
+    takes, gives = ("rows", "rows", "once"), ("rows", "sum", "sum")
+
     def first_order(tensors: Any, results: Any, upstream: Any) -> Any:
         (x, scale, _), (_, *moments) = tensors, results
-        takes, gives = ("rows", "rows", "once", "own", "own"), ("rows", "sum", "sum")
-        given = [x, upstream[0], scale, *moments]
+        given = [x, upstream[0], scale]
         if tf.compat.v1.get_default_graph() is moments[0].graph:
-            return _tf.call_by_each_tower(by_moments, takes, gives, given, second_order)
+            return _tf.call_by_each_tower(by_moments, (*takes, "own", "own"), gives,
+                                          [*given, *moments], second_order)
         # A tower's own values cannot leave a function.
-        return _tf.call_by_each_tower(gradients, takes[:3], gives, given[:3])
+        return _tf.call_by_each_tower(gradients, takes, gives, given)
 
-    def second_order(tensors: Any, _: Any, upstream: Any) -> Any:
-        return [*_tf.call_by_each_tower(
-            _tf.vector_jacobian_product(gradients, 3),
-            ("rows", "rows", "once", "rows", "once", "once"), ("rows", "rows", "sum"),
-            [*tensors[:3], *upstream]), None, None]
+    def second_order(tensors: Any, results: Any, upstream: Any) -> Any:
+        return [*_tf.gradient_by_each_tower(gradients, takes, gives, tensors[:3], results,
+                                            upstream), None, None]
 
     output, *moments = _tf.call_by_each_tower(
         normalized, ("rows", "once", "once"), ("rows", "own", "own"), (x, scale, offset),

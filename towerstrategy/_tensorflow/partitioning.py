@@ -5,6 +5,7 @@ Goes in: names of operations and functions.  Comes out: their definitions and gr
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -109,10 +110,7 @@ def call_by_each_tower(fn: Callable[..., Any], takes: Sequence[str], gives: Sequ
       gradient: from the arguments, the results and their gradients, the gradients of the arguments;
         None if each tower can compute them from its arguments, none of which is "own".
     """
-    transposed = {"rows": "rows", "once": "sum", "sum": "once", "own": "own"}
-    gradient = gradient or (lambda tensors, _, upstream: call_by_each_tower(
-        vector_jacobian_product(fn, len(tensors)), [*takes, *(transposed[word] for word in gives)],
-        [transposed[word] for word in takes], [*tensors, *upstream]))
+    gradient = gradient or functools.partial(gradient_by_each_tower, fn, takes, gives)
     graph, name = tf.compat.v1.get_default_graph(), new_name("gradient")
     # For gradients of the results in a nested function, which do not go by custom_gradient.
     tf.RegisterGradient(name)(lambda op, *upstream: gradient(op.inputs, op.outputs, upstream))
@@ -133,6 +131,16 @@ def call_by_each_tower(fn: Callable[..., Any], takes: Sequence[str], gives: Sequ
         return list(results), lambda *upstream: gradient(tensors, results, upstream)
 
     return list(call(*captured_here(tensors)))
+
+
+def gradient_by_each_tower(fn: Callable[..., Any], takes: Sequence[str], gives: Sequence[str],
+                           tensors: Sequence[tf.Tensor], _: Any, upstream: Sequence[tf.Tensor]
+                           ) -> list[tf.Tensor]:
+    """The gradient of such a call without "own" values, by differentiating ``fn``."""
+    transposed = {"rows": "rows", "once": "sum", "sum": "once"}
+    return call_by_each_tower(
+        vector_jacobian_product(fn, len(tensors)), [*takes, *(transposed[word] for word in gives)],
+        [transposed[word] for word in takes], [*tensors, *upstream])
 
 
 def captured_here(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:

@@ -93,10 +93,10 @@ class Body:
             lambda: self._reads[index](operation)))
 
     def _count(self, tower: int | None, dtype: tf.DType) -> Ref:
-        is_scalar = tower is not None
-        return self._extra((tower, dtype), Extra(
-            lambda: tf.compat.v1.placeholder(dtype, [] if is_scalar else [self._outer.replicas]),
-            lambda: self._outer.counts() if tower is None else self._outer.count(tower, dtype)))
+        if tower is not None:
+            return self._number(tower, functools.partial(self._outer.count, tower), dtype)
+        return self._extra("counts", Extra(
+            lambda: tf.compat.v1.placeholder(dtype, [self._outer.replicas]), self._outer.counts))
 
     def _of_all(self) -> OfAll | None:
         """What a tower by itself knows of all towers, as arguments."""
@@ -105,7 +105,8 @@ class Body:
                                functools.partial(self._number, "rows", known.rows),
                                functools.partial(self._number, "earlier", known.earlier))
 
-    def _number(self, name: str, outer: Callable[[tf.DType], Ref], dtype: tf.DType) -> Ref:
+    def _number(self, name: Any, outer: Callable[[tf.DType], Ref], dtype: tf.DType) -> Ref:
+        """A number of rows, as an argument."""
         return self._extra((name, dtype), Extra(lambda: tf.compat.v1.placeholder(dtype, []),
                                                 functools.partial(outer, dtype)))
 

@@ -15,7 +15,7 @@ from towerstrategy.sharding import homes
 from towerstrategy.sharding.builder import Ref
 from towerstrategy.sharding.rules.entries import sizes_of
 from towerstrategy.sharding.rules.registry import EACH, HOST, Op
-from towerstrategy.sharding.spec import Sharded, Size, of_batch
+from towerstrategy.sharding.spec import Sharded, Size, has_known_rows
 from towerstrategy.sharding.towers import Towers
 from towerstrategy.sharding.values import Value
 
@@ -83,7 +83,7 @@ class Maker:
         """The whole size of an input along its sharded dimension."""
         value, spec = self.inputs[index], self.inputs[index].spec
         assert isinstance(spec, Sharded)
-        if spec.times is not None and of_batch(spec):
+        if has_known_rows(spec):
             total = self.towers.total(dtype)
             if spec.times == 1:
                 return total
@@ -96,7 +96,7 @@ class Maker:
         """Each tower's number of rows of an input over the whole's; NaN if this has no rows."""
         spec, towers = self.inputs[index].spec, self.towers
         assert isinstance(spec, Sharded)
-        if spec.times is not None and of_batch(spec):
+        if has_known_rows(spec):
             rows, total = self.each(lambda tower: towers.count(tower, dtype)), towers.total(dtype)
         else:
             shapes = self.make("Shape", [self.parts(index)], EACH, out_type=tf.int64)
@@ -109,7 +109,7 @@ class Maker:
         """The number of rows that a size input counts on all workers before this one."""
         value, spec, towers = self.inputs[index], self.inputs[index].spec, self.towers
         assert isinstance(spec, Size)
-        if spec.times is not None and of_batch(spec) or towers.across.workers is None:
+        if has_known_rows(spec) or towers.across.workers is None:
             rows = towers.earlier(dtype)
             if spec.times in (None, 1):
                 return rows
@@ -144,7 +144,7 @@ class Maker:
         sizes, device = sizes_of(self.op.inputs[index]), towers.shape_device(tower, dtype)
         dim = spec.dim if isinstance(spec, Sharded) else None
         if sizes is None or None in [size for at, size in enumerate(sizes) if at != dim] \
-                or isinstance(spec, Sharded) and (spec.times is None or not of_batch(spec)):
+                or isinstance(spec, Sharded) and not has_known_rows(spec):
             return self.make("Shape", [self.part(index, tower)], tower, out_type=dtype)
         if not isinstance(spec, Sharded):
             return towers.builder.constant(sizes, dtype, device)

@@ -32,6 +32,7 @@ from towerstrategy.sharding.spec import (
     Sharded,
     Size,
     Spec,
+    has_known_rows,
 )
 
 ROUNDS = 20  # limit of a loop's fixpoint: a loop variable changes its spec a few times at most
@@ -303,7 +304,7 @@ def _is_local(layout: Layout, operation: Op, compiled: bool) -> bool:
             plan.local or operation.type in CALLS and is_local(
                 plan.layouts[0], plan.gives, compiled))
     # The tower is given the batch's number of rows, unless XLA compiles it.
-    knows_rows = not compiled and all(spec.has_known_rows for spec in specs
+    knows_rows = not compiled and all(has_known_rows(spec) for spec in specs
                                       if isinstance(spec, (Sharded, Size)))
     if plan.once:
         return not operation.has_state and all(isinstance(spec, Replicated) or isinstance(

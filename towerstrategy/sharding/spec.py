@@ -97,11 +97,6 @@ class Sharded:
         return dataclasses.replace(self, broadcast=False, start=False) \
             if self.broadcast or self.start else self
 
-    @property
-    def has_known_rows(self) -> bool:
-        """Whether the batch's number of rows tells the whole tensor's size along ``dim``."""
-        return of_batch(self) and self.times is not None
-
     def at(self, dim: int) -> Sharded:
         """The same examples along another dimension."""
         return self if dim == self.dim else dataclasses.replace(self, dim=dim)
@@ -139,11 +134,6 @@ class Size:
     blocks: int = 1
     known: tuple[int | None, ...] | None = None
 
-    @property
-    def has_known_rows(self) -> bool:
-        """Whether the batch's number of rows tells the entry that counts rows."""
-        return of_batch(self) and self.times is not None
-
     def moved(self, at: int) -> Size:
         """The same number of rows at another index of another tensor."""
         return Size(at, self.times, self.group, self.blocks)
@@ -180,6 +170,11 @@ class PerTower:
 def of_batch(spec: Sharded | Size) -> bool:
     """Whether a tower's positions are those of its rows of the batch, in one block."""
     return not spec.group and spec.blocks == 1
+
+
+def has_known_rows(spec: Sharded | Size) -> bool:
+    """Whether a number of rows tells the size along the sharded dimension, or the size's entry."""
+    return spec.times is not None and of_batch(spec)
 
 
 Spec = Union[Replicated, Sharded, Partial, Size, ListOf, PerTower]

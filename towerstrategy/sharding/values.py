@@ -28,6 +28,7 @@ from towerstrategy.sharding.spec import (
     Sharded,
     Size,
     Spec,
+    has_known_rows,
     of_batch,
 )
 from towerstrategy.sharding.towers import Towers
@@ -284,7 +285,7 @@ class Value:
         """The whole batch's size: one entry is the sum over the towers; other entries agree."""
         towers, dtype = self.towers, parts[0].dtype
         total = towers.add_up(parts, towers.host, self.shape) \
-            if not towers.of_all or not spec.has_known_rows else towers.on_host(
+            if not towers.of_all or not has_known_rows(spec) else towers.on_host(
                 "Mul", towers.total(dtype), towers.number(spec.times, dtype))
         return total if self.shape.rank == 0 else towers.with_entry(parts[0], spec.at, total)
 

@@ -190,8 +190,8 @@ def _maximum(operation: tf.Operation, column: int | None) -> _RowNumbers | None:
 
 def _multiplied(operation: tf.Operation, column: int | None) -> _RowNumbers | None:
     """The first position of each row: row numbers times the number of positions."""
-    for at, tensor in enumerate(operation.inputs):
-        numbers = None if column is not None else _row_numbers(tensor, None)
+    for at, tensor in enumerate(operation.inputs if column is None else ()):
+        numbers = _row_numbers(tensor, None)
         factor = operation.inputs[1 - at]
         if numbers is not None and not numbers.chosen and factor.shape.rank == 0:
             times = _tf.constant_value(factor)
@@ -204,8 +204,8 @@ def _multiplied(operation: tf.Operation, column: int | None) -> _RowNumbers | No
 
 def _added(operation: tf.Operation, column: int | None) -> _RowNumbers | None:
     """Positions of rows: the first position of each plus others, which stay in it if they can."""
-    for at, tensor in enumerate(operation.inputs):
-        numbers = None if column is not None else _row_numbers(tensor, None)
+    for at, tensor in enumerate(operation.inputs if column is None else ()):
+        numbers = _row_numbers(tensor, None)
         if numbers is None or numbers.chosen or numbers.times == 1:
             continue
         specs: list[Spec] = [REPLICATED, REPLICATED]
