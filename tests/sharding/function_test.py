@@ -1,6 +1,7 @@
 """``strategy.function`` as users of ``tf.function`` meet it: options, datasets, methods, errors."""
 
 import gc
+import functools
 import logging
 import weakref
 
@@ -92,10 +93,16 @@ class FunctionTest(parameterized.TestCase):
         self.assertNotIn("AutoGraph", str(said.output))
 
     def test_many_functions(self):
-        """Else TensorFlow takes several functions for one that is traced again and again."""
+        """Else TensorFlow takes several functions for one that is traced again and again, or
+        AutoGraph warns that it finds no source."""
+        class Callable:
+            def __call__(self, x):
+                return x
+
         strategy = strategy_of(2)
         with self.assertNoLogs("tensorflow", "WARNING"):
-            for function in (tf.abs, tf.negative, tf.square, tf.sign, tf.exp):
+            for function in (tf.abs, tf.negative, tf.square, tf.sign, tf.exp,
+                             functools.partial(tf.add, 1.), Callable()):
                 strategy.function(function)(strategy.split(X))
 
     @parameterized.parameters(1, 3)

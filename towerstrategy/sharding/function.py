@@ -157,8 +157,12 @@ class Function:
             self._has_loops = self._has_loops or _has_loop_on_towers(strategy)
             return result
 
-        # TensorFlow counts traces for each wrapped function.
         functools.update_wrapper(on_towers, python_function, updated=())
+        wrapped = python_function  # TensorFlow counts its traces and looks for its source
+        while isinstance(wrapped, functools.partial):
+            wrapped = wrapped.func
+        on_towers.__wrapped__ = (  # type: ignore[attr-defined]
+            wrapped if inspect.isroutine(wrapped) else wrapped.__call__)
         on_towers.__signature__ = self._parameters  # type: ignore[attr-defined]
         on_towers.__name__ = self.__name__.strip("<>")  # AutoGraph looks for a lambda's source
         return on_towers
