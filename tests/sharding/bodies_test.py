@@ -193,5 +193,45 @@ class TogetherTest(parameterized.TestCase):
                                   towers(strategy.split(x)), one(x))
 
 
+def standardized(x, kernel):
+    """The sum of what a loop makes that subtracts a mean over all rows, and its gradient."""
+    def step(at, state, kept):
+        state = tf.tanh(state @ kernel)
+        state -= tf.reduce_mean(state, 0)
+        return at + 1, state / (1 + tf.reduce_sum(state ** 2)), kept.write(at, state)
+
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(tf.while_loop(lambda at, *_: at < STEPS, step, (
+            0, x, tf.TensorArray(x.dtype, STEPS)))[2].stack() ** 2)
+    return loss, tape.gradient(loss, kernel)
+
+
+class CrossingsTest(parameterized.TestCase):
+
+    @parameterized.parameters("balanced", "cpu")
+    def test_of_a_loop_of_all_towers(self, merge):
+        """Else weights, rows or whole lists cross in each iteration of a loop of all towers."""
+        strategy = towerstrategy.TowerStrategy(on_gpus.towers(TOWERS), merge)
+        strategy.extended.keep_graphs = True
+        with strategy.scope():
+            kernel = weights(3, 3)
+        with on_gpus.tracing():
+            step = strategy.function(functools.partial(standardized, kernel=kernel))
+            one = tf.function(functools.partial(standardized, kernel=tf.Variable(kernel)))
+            for rows in ROWS:
+                x = tf.constant(np.random.RandomState(rows).normal(size=[rows, 3]))
+                for got, wanted in zip(step(strategy.split(x)), one(x)):
+                    np.testing.assert_allclose(got, wanted, rtol=1e-12)
+            graph = step.get_concrete_function(strategy.split(x)).graph
+        loops = [each for each in graph.get_operations() if "While" in each.type]
+        self.assertLen(loops, 2)
+        for loop in loops:
+            body = _tf.body_of(graph, loop.get_attr("body").name)
+            self.assertEmpty([user.name for outer, inner in zip(loop.inputs, body.inputs)
+                              if inner.dtype.is_floating or inner.dtype == tf.variant
+                              for user in inner.consumers()
+                              if user.device not in ("", outer.device) and outer.op not in loops])
+
+
 if __name__ == "__main__":
     absltest.main()

@@ -9,7 +9,8 @@ functions of the operation take that argument.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -46,18 +47,20 @@ class Extra(NamedTuple):
 class Body:
     """A branch or loop body, as a function that takes all towers' inputs.
 
-    ``reads``: the index of each input that is not passed -> a function that reads it outside.
+    Of an input that is ``only_read`` it takes what it uses: the tensor, or what ``read`` reads of
+    the variable, on each device that uses it.
     """
 
     def __init__(self, outer: Towers, layout: Layout, specs: Sequence[Spec],
-                 values: Sequence[Value], operation: Op,
-                 reads: Mapping[int, Callable[[Op], Ref]]) -> None:
-        self._outer, self.layout, self._reads = outer, layout, reads
+                 values: Sequence[Value], operation: Op, only_read: Set[int],
+                 read: Callable[[Value, Op], Value]) -> None:
+        self._outer, self.layout, self._only_read, self._read = outer, layout, only_read, read
         self._specs = [spec.given if isinstance(spec, Sharded) else spec for spec in specs]
         self.graph = _tf.new_function_graph(layout.graph, operation.name)
         self.extras: dict[Any, Extra] = {}
         self._placeholders: dict[Any, tf.Tensor] = {}
         self.results: list[Ref] = []
+        self.ends: list[str] = []  # the device of each result, if a loop should start there
         with self.graph.as_default():
             self._inputs, self.values = self._make_inputs(values)
 
@@ -74,23 +77,37 @@ class Body:
         inputs = []
         for index, (spec, value, inner) in enumerate(zip(
                 self._specs, values, self.layout.graph.inputs)):
-            if index in self._reads:
-                inputs.append(Value(towers, spec, inner.shape))
-                inputs[-1].read = functools.partial(self._read_outside, index)
+            if index in self._only_read:
+                inputs.append(self._argument(index, inner, value))
+                inputs[-1].read = functools.partial(self._read_outside, index, value)
             else:
                 refs = []
                 for _ in range(_count_of(spec, len(towers))):
                     placeholders.append(_tf.placeholder_like(inner))
                     refs.append(builder.take(placeholders[-1]))
-                inputs.append(value_of(towers, spec, inner.shape, iter(refs)))
-            inputs[-1].device = value.device
+                inputs.append(value_of(towers, spec, inner.shape, zip(refs, itertools.repeat(""))))
+                inputs[-1].device = "" if value.constant else value.device
         return placeholders, inputs
 
-    def _read_outside(self, index: int, operation: Op) -> Ref:
-        """The value that an operation reads of input ``index``, as an argument."""
-        return self._extra((index, operation.definition.attributes), Extra(
-            lambda: _tf.placeholder_like(operation.outputs[0]),
-            lambda: self._reads[index](operation)))
+    def _read_outside(self, index: int, variable: Value, operation: Op) -> Value:
+        """What an operation reads of input ``index``, a variable."""
+        return self._argument((index, operation.definition.attributes), operation.outputs[0],
+                              self._read(variable, operation))
+
+    def _argument(self, key: Any, like: tf.Tensor, outer: Value) -> Value:
+        """A tensor that does not change: one argument for each tower that uses it, on the tower."""
+        placeholder = functools.partial(_tf.placeholder_like, like)
+
+        def whole() -> Ref:
+            return self._extra(key, Extra(placeholder, outer.whole))
+
+        def part(tower: int) -> Ref:
+            return self._extra((key, tower), Extra(
+                placeholder, lambda: self._outer.brought(
+                    outer.part(tower), self._outer.devices[tower])))
+
+        return Value(self.towers, REPLICATED, like.shape, whole,
+                     part if len(self.towers) > 1 else None, outer.device)
 
     def _count(self, tower: int | None, dtype: tf.DType) -> Ref:
         if tower is not None:
@@ -129,8 +146,10 @@ class Body:
         ``returns_inputs``: result i is what input i is in the next iteration.
         """
         for index, (value, spec) in enumerate(zip(results, specs)):
-            if not (returns_inputs and index in self._reads):
-                self.results += refs_of(value.as_spec(spec))
+            if not (returns_inputs and index in self._only_read):
+                refs, parted = refs_of(value.as_spec(spec)), isinstance(spec, _PARTED)
+                self.ends += self.towers.devices if parted else map(self._builder.device, refs)
+                self.results += refs
         self._identities = [self._builder.make("Identity", [ref], "") for ref in self.results]
         crossings = self.towers.across.finish()
         self.crosses, self._effects = bool(crossings), [
@@ -172,14 +191,15 @@ def refs_of(value: Value) -> list[Ref]:
     return refs if isinstance(spec, Replicated) else refs + value.parts()
 
 
-def value_of(towers: Towers, spec: Spec, shape: tf.TensorShape, refs: Any) -> Value:
-    """The value that tensors represent: the inverse of :func:`refs_of`."""
+def value_of(towers: Towers, spec: Spec, shape: tf.TensorShape, refs: Iterator[tuple[Ref, str]]
+             ) -> Value:
+    """The value that tensors, with their devices, represent: the inverse of :func:`refs_of`."""
     parted = isinstance(spec, _PARTED)
-    whole: Any = None if parted else next(refs)
+    whole, device = (None, "") if parted else next(refs)
     if isinstance(spec, Replicated):
-        return Value(towers, REPLICATED, shape, whole)
-    parts = [next(refs) for _ in range(len(towers))]
-    return Value(towers, spec, shape, whole, parts.__getitem__)
+        return Value(towers, REPLICATED, shape, whole, None, device)
+    parts = [next(refs)[0] for _ in range(len(towers))]
+    return Value(towers, spec, shape, whole, parts.__getitem__, device)
 
 
 def function_attributes(operation: Op, names: Sequence[str]) -> dict[str, Any]:

@@ -13,6 +13,8 @@ import dataclasses
 from collections.abc import Iterator, Sequence, Set
 from typing import Any
 
+import tensorflow as tf
+
 from towerstrategy.sharding import traffic as traffic_lib
 from towerstrategy.sharding.rules.registry import Op, Plan
 from towerstrategy.sharding.spec import Replicated, Sharded, Spec
@@ -97,13 +99,17 @@ class Layout:
 
 
 def only_read(operation: Op, layouts: Sequence[Layout]) -> Set[int]:
-    """The indices of a loop's inputs that are variables which it only reads, for all towers.
+    """The indices of a loop's inputs that it only reads, the same for all towers.
 
-    The loop is given their values, read before it.
+    Of variables the loop is given their values, read before it.
     """
     others = {operation.input_names[index] for index in operation.handles if not all(
         _is_only_read(layout, layout.graph.inputs[index].name) for layout in layouts)}
-    return {index for index in operation.handles if operation.input_names[index] not in others}
+    body = layouts[-1].graph
+    return {index for index, name in enumerate(operation.input_names) if (
+        name not in others if index in operation.handles else
+        body.outputs[index] is body.inputs[index] and body.inputs[index].dtype != tf.variant
+        and isinstance(layouts[-1].specs[body.inputs[index].name], Replicated))}
 
 
 def _is_only_read(layout: Layout, name: str) -> bool:

@@ -11,6 +11,7 @@ of constants alone, are made on each tower that uses them.  Effects keep the ord
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -55,7 +56,7 @@ class Partition:
         self.effects: list[str] = []  # nodes that must run
         self.reads: list[str] = []  # nodes that read variables, which a later call may write
         self._outer_controls: list[str] = []  # nodes that all stateful operations wait for
-        self._read_before: dict[Any, Ref] = {}  # what operations in loops read -> its value
+        self._read_before: dict[Any, Value] = {}  # what operations in loops read -> its value
         self._homes: dict[str, str] = {}  # operation -> device, see homes.homes
         self._sum_devices: dict[str, str] = {}  # tensor -> where it is summed or gathered
         self._updates: set[str] = set()  # operations that only updates of variables need
@@ -132,8 +133,7 @@ class Partition:
                   controls: list[str], towers: Towers) -> list[Value]:
         """The outputs of an operation that runs once, with all rows."""
         if operation.handles and values[0].read is not None:  # the loop is given what it reads
-            return [Value(towers, REPLICATED, operation.outputs[0].shape,
-                          values[0].read(operation), None, values[0].device)]
+            return [values[0].read(operation)]
         constant = all(value.constant for value in values) and _is_repeatable(operation)
         device = towers.host if constant else self._home(operation, values)
 
@@ -169,8 +169,13 @@ class Partition:
         return homes.UPDATE if operation.name in self._updates else self._once_scope
 
     def _home(self, operation: Op, values: Sequence[Value]) -> str:
-        """The device of an operation that runs once: its variable's, or the user's choice."""
-        device = self._variable_device(operation, values)
+        """The device of an operation that runs once: its variable's, or the user's choice.
+
+        Operations on a list run where the list is: all its entries would cross with it.
+        """
+        device = self._variable_device(operation, values) or next((
+            value.device for value, tensor in zip(values, operation.inputs)
+            if tensor.dtype == tf.variant and value.device), "")
         if device:
             return device
         largest = max((value for value in values if value.constant is None),
@@ -302,7 +307,7 @@ class Partition:
         taken = {*operation.handles} - plan.only_read
         for index, (value, spec) in enumerate(zip(values, plan.takes)):
             own.append(value.of_one(tower, alone, spec, value.device if index in taken else ""))
-            own[-1].read = functools.partial(self._read, value, controls)
+            own[-1].read = functools.partial(self._read, controls, value)
         outputs = self._in_one_op(operation, plan, own, self._controls_on(controls, tower), alone,
                                   alone.scopes[0])
         return [None if index in plan.only_read else value.part(0)  # nothing takes it
@@ -313,23 +318,26 @@ class Partition:
         """The outputs of one branch or loop for all towers; of one tower in its ``scope``."""
         loop = operation.type in LOOPS
         first = 0 if loop else 1
-        reads = {index: functools.partial(self._read, values[index], controls)
-                 for index in plan.only_read}
-        refs = [ref for index, value in enumerate(values[first:]) if index not in reads
-                for ref in bodies.refs_of(value)]
         functions = [bodies.Body(towers, layout, plan.takes[first:], values[first:], operation,
-                                 reads) for layout in plan.layouts]
+                                 plan.only_read, functools.partial(self._read, controls))
+                     for layout in plan.layouts]
         for number, body in enumerate(functions):
             partition = self._in_body(body.towers)
             results = partition.run(body.layout, body.values, output_devices=(
                 () if loop else self._output_devices(operation)))
             body.set_results(results, plan.gives if number or not loop else [REPLICATED],
                              partition, returns_inputs=loop and number == 1)
+        refs = [ref for index, value in enumerate(values[first:]) if index not in plan.only_read
+                for ref in bodies.refs_of(value)]
+        if loop and not scope:
+            refs = list(map(towers.brought, refs, functions[-1].ends))
         extras = {key: extra for body in functions for key, extra in body.extras.items()}
         for number, body in enumerate(functions):
             body.finish(extras, returns_extras=loop and number == 1)
         refs += [extra.outer() for extra in extras.values()]
-        refs = [towers.brought(0, ref) for ref in refs] if scope else refs
+        if scope:
+            refs = [ref if ref.dtype == tf.variant else towers.brought(ref, towers.merge)
+                    for ref in refs]
         dtypes = [ref.dtype for ref in functions[-1].results]
         names = [_tf.add_function(towers.builder.graph, body.graph) for body in functions]
         types = bodies.types_of(ref.dtype for ref in refs)
@@ -345,20 +353,21 @@ class Partition:
         self._note_nodes(operation, [name])
         if any(body.crosses for body in functions):
             towers.across.note_control_flow(name)
-        outputs_left = iter(outputs)
-        return [values[index] if index in reads else bodies.value_of(
+        outputs_left = zip(outputs, map(towers.builder.device, refs) if loop
+                           else itertools.repeat(""))
+        return [values[index] if index in plan.only_read else bodies.value_of(
             towers, spec, tensor.shape, outputs_left)
             for index, (tensor, spec) in enumerate(zip(operation.outputs, plan.gives))]
 
-    def _read(self, value: Value, controls: Sequence[str], operation: Op) -> Ref:
-        """The value that an operation of a loop reads of a variable, read before the loop, once."""
+    def _read(self, controls: Sequence[str], value: Value, operation: Op) -> Value:
+        """What an operation of a loop reads of a variable: ``value`` is read before the loop."""
         if value.read is not None:
             return value.read(operation)
         key = operation.name, value.whole()
         if key not in self._read_before:
             ref, = self._copy(operation, [value.whole()], value.device, None, controls)
-            self.towers.builder.note_shape(ref, operation.outputs[0].shape)
-            self._read_before[key] = ref
+            self._read_before[key] = Value(
+                self.towers, REPLICATED, operation.outputs[0].shape, ref, None, value.device)
         return self._read_before[key]
 
     def _in_body(self, towers: Towers) -> Partition:

@@ -110,16 +110,16 @@ class Towers:
                           self.first + tower, self.total, functools.partial(self.offset, tower))
                       ).at(self.stage)
 
-    def brought(self, tower: int, ref: Ref) -> Ref:
-        """A tensor for a loop on a tower, which keeps it on the device of the node that makes it.
+    def brought(self, ref: Ref, device: str) -> Ref:
+        """A tensor for a loop, made on the device (if not "") where its iterations use it.
 
-        TensorFlow places what goes around in a loop with the node that makes the input.  Resources,
-        lists and strings stay where they are.
+        TensorFlow places what goes around in a loop with the node that makes the input, and else
+        sends it in each iteration.  Resources and strings stay where they are.
         """
-        here = self.devices[tower]
-        if ref.dtype in (tf.resource, tf.variant, tf.string) or self.builder.device(ref) == here:
+        if ref.dtype in (tf.resource, tf.string) or device in ("", self.builder.device(ref)):
             return ref
-        return self.on(tower, "Identity", ref)
+        scope = self.scopes[0] if self.of_all else "merge/"
+        return self.builder.make("Identity", [ref], device, f"{scope}Identity")
 
     def stage_on(self, device: str) -> int | None:
         """The stage, of any tower, that is on ``device``; None without stages."""

@@ -50,11 +50,11 @@ class Value:
       constant: makes the tensor on a tower of the given towers, which is then not sent it.
 
     Attributes:
-      read: makes the output of an operation that reads this resource, in a loop that is not given
+      read: gives the output of an operation that reads this resource, in a loop that is not given
         it but its values; None if operations take the resource itself.
     """
 
-    read: Callable[[Any], Ref] | None = None
+    read: Callable[[Any], Value] | None = None
 
     def __init__(self, towers: Towers, spec: Spec, shape: tf.TensorShape,
                  whole: Ref | Callable[[], Ref] | None = None,
