@@ -1,7 +1,7 @@
 """``strategy.function`` as users of ``tf.function`` meet it: options, datasets, methods, errors."""
 
-import gc
 import functools
+import gc
 import logging
 import weakref
 

@@ -102,9 +102,8 @@ class Body:
             return self._extra(key, Extra(placeholder, outer.whole))
 
         def part(tower: int) -> Ref:
-            return self._extra((key, tower), Extra(
-                placeholder, lambda: self._outer.brought(
-                    outer.part(tower), self._outer.devices[tower])))
+            return self._extra(("on", tower, key), Extra(placeholder, lambda: self._outer.brought(
+                outer.part(tower), self._outer.devices[tower])))
 
         return Value(self.towers, REPLICATED, like.shape, whole,
                      part if len(self.towers) > 1 else None, outer.device)

@@ -158,7 +158,7 @@ class Function:
             return result
 
         functools.update_wrapper(on_towers, python_function, updated=())
-        wrapped = python_function  # TensorFlow counts its traces and looks for its source
+        wrapped: Any = python_function  # TensorFlow counts its traces and looks for its source
         while isinstance(wrapped, functools.partial):
             wrapped = wrapped.func
         on_towers.__wrapped__ = (  # type: ignore[attr-defined]
