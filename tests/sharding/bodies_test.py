@@ -206,31 +206,43 @@ def standardized(x, kernel):
     return loss, tape.gradient(loss, kernel)
 
 
+def dropped(x, kernel):
+    """The gradient of a loop with dropout, of which only the draws are of all towers."""
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(tf.while_loop(lambda at, _: at < STEPS, lambda at, state: (
+            at + 1, tf.tanh(state @ kernel) * tf.random.uniform(tf.shape(x), dtype=x.dtype)),
+            (0, x))[1] ** 2)
+    return tape.gradient(loss, kernel)
+
+
 class CrossingsTest(parameterized.TestCase):
 
-    @parameterized.parameters("balanced", "cpu")
-    def test_of_a_loop_of_all_towers(self, merge):
-        """Else weights, rows or whole lists cross in each iteration of a loop of all towers."""
+    @parameterized.product(program=[standardized, dropped], merge=["balanced", "cpu"])
+    def test_of_iterations(self, program, merge):
+        """Else weights, rows or whole lists cross in each iteration of a loop."""
         strategy = towerstrategy.TowerStrategy(on_gpus.towers(TOWERS), merge)
         strategy.extended.keep_graphs = True
         with strategy.scope():
             kernel = weights(3, 3)
         with on_gpus.tracing():
-            step = strategy.function(functools.partial(standardized, kernel=kernel))
-            one = tf.function(functools.partial(standardized, kernel=tf.Variable(kernel)))
+            step = strategy.function(functools.partial(program, kernel=kernel))
+            one = tf.function(functools.partial(program, kernel=tf.Variable(kernel)))
             for rows in ROWS:
                 x = tf.constant(np.random.RandomState(rows).normal(size=[rows, 3]))
-                for got, wanted in zip(step(strategy.split(x)), one(x)):
-                    np.testing.assert_allclose(got, wanted, rtol=1e-12)
+                if program is standardized:
+                    for got, wanted in zip(step(strategy.split(x)), one(x)):
+                        np.testing.assert_allclose(got, wanted, rtol=1e-12)
             graph = step.get_concrete_function(strategy.split(x)).graph
         loops = [each for each in graph.get_operations() if "While" in each.type]
-        self.assertLen(loops, 2)
+        self.assertLen(loops, 2 if program is standardized else 1 + TOWERS)
         for loop in loops:
             body = _tf.body_of(graph, loop.get_attr("body").name)
+            made_here = [each for each in loops if each.device == loop.device]  # and stays there
             self.assertEmpty([user.name for outer, inner in zip(loop.inputs, body.inputs)
                               if inner.dtype.is_floating or inner.dtype == tf.variant
                               for user in inner.consumers()
-                              if user.device not in ("", outer.device) and outer.op not in loops])
+                              if user.device not in ("", outer.device)
+                              and outer.op not in made_here])
 
 
 if __name__ == "__main__":

@@ -60,7 +60,7 @@ class Body:
         self.extras: dict[Any, Extra] = {}
         self._placeholders: dict[Any, tf.Tensor] = {}
         self.results: list[Ref] = []
-        self.ends: list[str] = []  # the device of each result, if a loop should start there
+        self.ends: list[str] = []  # the device of each result, where a loop should start
         with self.graph.as_default():
             self._inputs, self.values = self._make_inputs(values)
 
@@ -96,17 +96,18 @@ class Body:
 
     def _argument(self, key: Any, like: tf.Tensor, outer: Value) -> Value:
         """A tensor that does not change: one argument for each tower that uses it, on the tower."""
-        placeholder = functools.partial(_tf.placeholder_like, like)
+        towers, placeholder = self._outer, functools.partial(_tf.placeholder_like, like)
 
         def whole() -> Ref:
             return self._extra(key, Extra(placeholder, outer.whole))
 
         def part(tower: int) -> Ref:
-            return self._extra(("on", tower, key), Extra(placeholder, lambda: self._outer.brought(
-                outer.part(tower), self._outer.devices[tower])))
+            return self._extra(("on", tower, key), Extra(placeholder, lambda: towers.brought(
+                outer.part(tower), towers.devices[tower])))
 
-        return Value(self.towers, REPLICATED, like.shape, whole,
-                     part if len(self.towers) > 1 else None, outer.device)
+        if towers.of_all:  # what a tower by itself makes once is on the tower, too
+            whole = functools.partial(part, 0)
+        return Value(self.towers, REPLICATED, like.shape, whole, part, outer.device)
 
     def _count(self, tower: int | None, dtype: tf.DType) -> Ref:
         if tower is not None:

@@ -329,15 +329,12 @@ class Partition:
                              partition, returns_inputs=loop and number == 1)
         refs = [ref for index, value in enumerate(values[first:]) if index not in plan.only_read
                 for ref in bodies.refs_of(value)]
-        if loop and not scope:
+        if loop:
             refs = list(map(towers.brought, refs, functions[-1].ends))
         extras = {key: extra for body in functions for key, extra in body.extras.items()}
         for number, body in enumerate(functions):
             body.finish(extras, returns_extras=loop and number == 1)
         refs += [extra.outer() for extra in extras.values()]
-        if scope:
-            refs = [ref if ref.dtype == tf.variant else towers.brought(ref, towers.merge)
-                    for ref in refs]
         dtypes = [ref.dtype for ref in functions[-1].results]
         names = [_tf.add_function(towers.builder.graph, body.graph) for body in functions]
         types = bodies.types_of(ref.dtype for ref in refs)
