@@ -143,7 +143,7 @@ class RowsTest(parameterized.TestCase):
 
 class TogetherTest(parameterized.TestCase):
 
-    @parameterized.parameters("found", "second", "filled", "sum_of_lists", "infinite")
+    @parameterized.parameters("found", "second", "branches", "filled", "sum_of_lists", "infinite")
     def test_as_one_device(self, name):
         """Else `fit` ends with an error: a loop that ends when a sum is small, a penalty on the
         gradients of a recurrent layer; or parts are taken for those of a sum that they are not."""
@@ -177,6 +177,10 @@ class TogetherTest(parameterized.TestCase):
                     with tf.GradientTape() as tape:
                         tape.watch(kernel)
                         loss = tf.reduce_sum(steps(x) ** 2)
+                        if name == "branches":  # TensorFlow makes each in a function of its own
+                            loss = tf.cond(loss < 0, lambda: loss, lambda: tf.cond(
+                                loss > tf.reduce_mean(x), lambda: loss + tf.reduce_mean((
+                                    x @ kernel) ** 2), lambda: 2 * loss))
                     loss = tf.reduce_sum(tape.gradient(loss, kernel) ** 2)
             return outer.gradient(loss, kernel)
 

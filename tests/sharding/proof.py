@@ -453,8 +453,10 @@ def _parts(array: np.ndarray, reduction: str) -> list[np.ndarray]:
     """Random arrays, one per tower, whose reduction by ``reduction`` is ``array``."""
     draws = np.random.default_rng(array.size)
     if reduction == "sum":
-        if array.dtype.kind in "iu":
-            others = [draws.integers(0, 3, array.shape).astype(array.dtype) for _ in ROWS[1:]]
+        if array.dtype.kind in "iu":  # a sum of integers is their sum modulo 2 ** bits
+            limits = np.iinfo(array.dtype)
+            others = [draws.integers(limits.min, limits.max, array.shape, array.dtype, True)
+                      for _ in ROWS[1:]]
         else:
             others = [
                 (draws.integers(-4, 5, array.shape) / 4).astype(array.dtype) for _ in ROWS[1:]
@@ -502,7 +504,8 @@ def _parts_problem(
         shapes = collections.Counter(part.shape for part in parts)
         if list(shapes) != [wanted.shape]:
             return f"parts of shapes {list(shapes)} of {wanted.shape}"
-        return _difference(_REDUCERS[spec.reduction](parts, axis=0), wanted)
+        reduced = _REDUCERS[spec.reduction](parts, axis=0)
+        return _difference(reduced.astype(parts[0].dtype), wanted)  # numpy sums in more bits
     if isinstance(spec, Size):
         flat = [np.ravel(part) for part in parts]
         for at, entry in enumerate(np.ravel(wanted)):

@@ -372,6 +372,7 @@ def _images() -> None:
     case("ResizeBicubicGrad", single(6, 3, 3, 2), image[..., :2])
     case("ResizeNearestNeighborGrad", single(6, 3, 3, 2), [6, 4])
     case("AdjustContrastv2", image, 0.5)
+    case("AdjustContrastv2", single(6, 12, 6), 0.5)
     case("AdjustHue", image, 0.2)
     case("AdjustSaturation", image, 0.6)
     case("HSVToRGB", image)

@@ -74,7 +74,14 @@ def body_of(graph: tf.Graph, name: str) -> Any:
     """The graph of the function ``name``, which ``graph`` can call."""
     function = graph._get_function(name)
     body = getattr(function, "graph", None)
-    return _graph_of(function.cached_definition, graph) if body is None else body
+    if body is None:
+        return _graph_of(function.cached_definition, graph)
+    for operation in body.get_operations():  # under two tapes TensorFlow makes a branch in a
+        if operation.type in functions.CALLERS:  # function, and its functions in the caller only
+            graphs.hand_on_functions(graph, body, (
+                name for name in functions.functions_in_attributes(operation.node_def)
+                if name not in body._functions and name in graph._functions))
+    return body
 
 
 def _graph_of(definition: Any, graph: tf.Graph) -> Any:

@@ -137,9 +137,11 @@ def _is_linear(op: Op) -> bool:
     """Whether the op, applied to the parts of a sum, makes the parts of its output."""
     if op.type != "Cast":
         return op.type in LINEAR
-    # Casts to integers round. Half precision has too few digits for parts, and parts may overflow.
+    # Casts to integers round; parts that are integers may overflow where their sum does not; half
+    # precision has too few digits for parts.
     before, after = op.inputs[0].dtype, op.outputs[0].dtype
-    return (after.is_complex or after.is_floating and after.size >= 4) and before != tf.bool
+    return (before.is_complex or before.is_floating) and (
+        after.is_complex or after.is_floating and after.size >= 4)
 
 
 @rule("QuantizeAndDequantizeV3", "QuantizeAndDequantizeV4")

@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from towerstrategy.sharding.rules.dimensions import by_names
+from towerstrategy.sharding.rules.dimensions import but, by_names
 from towerstrategy.sharding.rules.own_rows import in_own_rows
 from towerstrategy.sharding.rules.registry import EACH, Op, Plan, rule
 from towerstrategy.sharding.spec import REPLICATED, SUM, Sharded, Size, Spec
@@ -28,9 +28,8 @@ _ROWS: dict[str, tuple[int, ...]] = {
         "Conv2D", "Conv3D", "DepthwiseConv2dNative", "MaxPool", "AvgPool", "MaxPool3D", "AvgPool3D",
         "MaxPoolV2", "MaxPoolWithArgmax", "Dilation2D", "LRN", "ResizeBilinear",
         "ResizeNearestNeighbor", "ResizeNearestNeighborGrad", "ResizeBicubic", "ResizeArea",
-        "ScaleAndTranslate", "AdjustContrastv2", "AdjustHue", "AdjustSaturation", "HSVToRGB",
-        "RGBToHSV", "SpaceToDepth", "DepthToSpace", "ExtractImagePatches",
-        "ExtractVolumePatches"), (0,)),
+        "ScaleAndTranslate", "AdjustHue", "AdjustSaturation", "HSVToRGB", "RGBToHSV",
+        "SpaceToDepth", "DepthToSpace", "ExtractImagePatches", "ExtractVolumePatches"), (0,)),
     **dict.fromkeys(("ResizeBilinearGrad", "ResizeBicubicGrad", "ScaleAndTranslateGrad",
                      "DrawBoundingBoxes", "DrawBoundingBoxesV2", "CombinedNonMaxSuppression"),
                     (0, 1)),
@@ -51,6 +50,13 @@ def image(op: Op, specs: Sequence[Spec]) -> Plan | None:
     names = ["a" if index in _ROWS[op.type] else None for index in range(len(specs))]
     output = "" if op.type in _OF_FILTERS else "a"
     return by_names(op, specs, names, [output], SUM, padded=_PADDED.get(op.type, True))
+
+
+@rule("AdjustContrastv2")
+def contrast(op: Op, specs: Sequence[Spec]) -> Plan | None:
+    """The mean is over height and width, also of one image that has no dimension before them."""
+    names = but([-3, -2], op.rank(0))
+    return by_names(op, specs, [names], [names], padded=True)
 
 
 @rule("Conv2DBackpropInput", "Conv3DBackpropInputV2", "DepthwiseConv2dNativeBackpropInput",

@@ -127,7 +127,7 @@ def plan_of_parts(op: Op, specs: Sequence[Spec]) -> Plan | None:
     """
     sums = [index for index, spec in enumerate(specs) if spec == SUM]
     if not sums or not all(spec == SUM or isinstance(spec, Replicated) for spec in specs) \
-            or not all(map(is_number, op.outputs)):
+            or not all(map(is_number, (*op.outputs, *map(op.inputs.__getitem__, sums)))):
         return None
     takes = [SUM if spec == SUM else REPLICATED for spec in specs]
     if op.type in ADDITIVE:
