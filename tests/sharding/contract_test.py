@@ -73,6 +73,8 @@ RIGHT = {
     "average_of": lambda s, w, x, y: tf.nn.compute_average_loss(squares(w, x, y),
                                                                 global_batch_size=8),
     "sum": lambda s, w, x, y: tf.reduce_sum(squares(w, x, y)),
+    "every_second": lambda s, w, x, y: (tf.reduce_sum(squares(w, x[::2], y[::2]))
+                                        + tf.reduce_sum(squares(w, x[1::2], y[1::2]))) / 8,
     "sum_over_constant": lambda s, w, x, y: tf.reduce_sum(squares(w, x, y)) / 8,
     "penalty": lambda s, w, x, y: mean_squared(w, x, y) + tf.nn.scale_regularization_loss(
         penalty(w)),

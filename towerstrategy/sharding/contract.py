@@ -366,10 +366,11 @@ def _power(operation: tf.Operation, states: Sequence[State]) -> int | None:
 
 def _not_taken(operation: tf.Operation, states: Sequence[State]) -> State:
     """The state of an output if the rule does not take the towers' tensors as they are."""
+    # What only moves rows may take all of them in turn, as in micro-batches.
     is_list = operation.outputs and operation.outputs[0].dtype == tf.variant  # of a loop
     crosses = any(isinstance(state.spec, (Sharded, Partial)) for state in states) and not any(
         isinstance(state.spec, ListOf) for state in states) and not is_list
-    return _needs_other_towers(operation, states) if crosses and registry.has_rule(
+    return _needs_other_towers(operation, states) if crosses and registry.computes(
         operation.type) else UNKNOWN
 
 

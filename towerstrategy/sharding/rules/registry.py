@@ -206,15 +206,17 @@ def set_static_shape(output: tf.Tensor, plan: Plan) -> None:
 Rule = Callable[[Op, Sequence[Spec]], "Plan | None"]
 _RULES: dict[str, Rule] = {}
 _LIGHT: set[str] = set()
+_MOVES: set[str] = set()
 
 
-def rule(*types: str, light: bool = False) -> Callable[[Rule], Rule]:
+def rule(*types: str, light: bool = False, moves: bool = False) -> Callable[[Rule], Rule]:
     """Registers a rule for operations of these types; one rule a type.
 
     Args:
       types: the types.
       light: whether such an op costs no more than to read its inputs and to write its outputs, so
         that it does not matter whether it runs once or on each tower.
+      moves: whether such an op only moves entries.
     """
 
     def decorator(function: Rule) -> Rule:
@@ -223,6 +225,7 @@ def rule(*types: str, light: bool = False) -> Callable[[Rule], Rule]:
                 raise ValueError(f"operation type {name!r} has a rule already: {_RULES[name]}")
             _RULES[name] = function
         _LIGHT.update(types if light else ())
+        _MOVES.update(types if moves else ())
         return function
 
     return decorator
@@ -266,9 +269,9 @@ def is_light(type: str) -> bool:
     return type in _LIGHT
 
 
-def has_rule(type: str) -> bool:
-    """Whether ops of this type have a rule."""
-    return type in _RULES
+def computes(type: str) -> bool:
+    """Whether ops of this type have a rule and do more than to move entries."""
+    return type in _RULES and type not in _MOVES
 
 
 def types() -> list[str]:

@@ -41,7 +41,7 @@ def _view(*types: str, data: slice = slice(1), light: bool = False) -> Callable[
                 return shapes.moved_sizes(op, specs)
             return function(op, specs)
 
-        return rule(*types, light=light)(view)
+        return rule(*types, light=light, moves=True)(view)
 
     return decorator
 
