@@ -176,11 +176,10 @@ class TogetherTest(parameterized.TestCase):
                 else:
                     with tf.GradientTape() as tape:
                         tape.watch(kernel)
-                        loss = tf.reduce_sum(steps(x) ** 2)
-                        if name == "branches":  # TensorFlow makes each in a function of its own
-                            loss = tf.cond(loss < 0, lambda: loss, lambda: tf.cond(
-                                loss > tf.reduce_mean(x), lambda: loss + tf.reduce_mean((
-                                    x @ kernel) ** 2), lambda: 2 * loss))
+                        loss = tf.reduce_sum((
+                            x @ kernel if name == "branches" else steps(x)) ** 2)
+                        if name == "branches":  # TensorFlow makes it in a function of its own
+                            loss = tf.cond(loss > 0, lambda: 2 * loss, lambda: loss)
                     loss = tf.reduce_sum(tape.gradient(loss, kernel) ** 2)
             return outer.gradient(loss, kernel)
 

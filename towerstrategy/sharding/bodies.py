@@ -147,8 +147,9 @@ class Body:
         """
         for index, (value, spec) in enumerate(zip(results, specs)):
             if not (returns_inputs and index in self._only_read):
-                refs, parted = refs_of(value.as_spec(spec)), isinstance(spec, _PARTED)
-                self.ends += self.towers.devices if parted else map(self._builder.device, refs)
+                refs = refs_of(value.as_spec(spec))
+                self.ends += self.towers.devices if isinstance(spec, _PARTED) else map(
+                    self._builder.device if returns_inputs else lambda _: "", refs)
                 self.results += refs
         self._identities = [self._builder.make("Identity", [ref], "") for ref in self.results]
         crossings = self.towers.across.finish()

@@ -11,7 +11,6 @@ of constants alone, are made on each tower that uses them.  Effects keep the ord
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -329,8 +328,7 @@ class Partition:
                              partition, returns_inputs=loop and number == 1)
         refs = [ref for index, value in enumerate(values[first:]) if index not in plan.only_read
                 for ref in bodies.refs_of(value)]
-        if loop:
-            refs = list(map(towers.brought, refs, functions[-1].ends))
+        refs = list(map(towers.brought, refs, functions[-1].ends)) if loop else refs
         extras = {key: extra for body in functions for key, extra in body.extras.items()}
         for number, body in enumerate(functions):
             body.finish(extras, returns_extras=loop and number == 1)
@@ -350,8 +348,7 @@ class Partition:
         self._note_nodes(operation, [name])
         if any(body.crosses for body in functions):
             towers.across.note_control_flow(name)
-        outputs_left = zip(outputs, map(towers.builder.device, refs) if loop
-                           else itertools.repeat(""))
+        outputs_left = zip(outputs, functions[-1].ends)
         return [values[index] if index in plan.only_read else bodies.value_of(
             towers, spec, tensor.shape, outputs_left)
             for index, (tensor, spec) in enumerate(zip(operation.outputs, plan.gives))]

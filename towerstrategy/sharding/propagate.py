@@ -75,6 +75,7 @@ class _Propagation:
         self._traffic = traffic or traffic_lib.Traffic()
         self._depth = 0  # of nested branches and loops
         self._keeps_parts = False  # whether linear operations do, in the innermost of them
+        self._kept = 0  # how many did so
         self._shared: set[Any] = set()  # branches and loops, with their inputs' specs, not local
         self._arguments: dict[tuple[Any, str], tf.Tensor] = {}  # (body, its input) -> outer tensor
         self._bodies: dict[tf.Operation, Any] = {}  # call -> the body that it calls
@@ -121,8 +122,10 @@ class _Propagation:
         elif enters and operation.type in (*BRANCHES, *LOOPS):
             plan = self._control_flow(operation, specs)
         else:
-            plan = registry.plan_of(operation, specs) or (
-                scaling.plan_of_parts(operation, specs) if self._keeps_parts else None)
+            plan = registry.plan_of(operation, specs)
+            if plan is None and self._keeps_parts:
+                plan = scaling.plan_of_parts(operation, specs)
+                self._kept += plan is not None
         if plan is None or not self._can_redistribute(operation, specs, plan):
             if any(isinstance(spec, ListOf) for spec in specs):
                 raise CannotGather(operation.type)
@@ -200,13 +203,14 @@ class _Propagation:
         key = operation.operation, *specs
         self._depth += 1
         try:
-            for keeps_parts in (False,) if key in self._shared else (True, False):
-                self._keeps_parts = keeps_parts
+            if key not in self._shared:
+                self._keeps_parts, before = True, self._kept
                 plan = find(operation, specs)
-                if plan is not None and plan.local:
+                if plan is not None and plan.local or self._kept == before:
                     return plan
-            self._shared.add(key)
-            return plan
+                self._shared.add(key)
+            self._keeps_parts = False
+            return find(operation, specs)
         finally:
             self._keeps_parts = known
             self._depth -= 1
