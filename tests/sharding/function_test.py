@@ -204,6 +204,22 @@ class FunctionTest(parameterized.TestCase):
         self.assertEqual(step(strategy.split(X), strategy.split(X[:5])), 90)
         self.assertEqual(step(strategy.split(X[:5]), strategy.split(X[:5])), 20)
 
+    def test_one_row_that_broadcasts(self):
+        """Else the towers take its one row for all rows, and the loss is silently wrong."""
+        strategy, several = strategy_of(3), tf.Variable(X[:2])
+
+        def of_itself(x):
+            return tf.reduce_mean((x - tf.concat([x, 2 * x], 0)) ** 2)
+
+        def of_several(x):
+            return tf.reduce_mean((x - several) ** 2)
+
+        one = strategy.split(X[:1])
+        self.assertAlmostEqual(strategy.function(of_itself)(one).numpy(), of_itself(
+            tf.constant(X[:1])).numpy(), 6)
+        with self.assertRaises(tf.errors.InvalidArgumentError):
+            strategy.function(of_several)(one)
+
     def test_batches_of_different_sizes_in_a_graph(self):
         """Else rows are counted wrongly in silence, where only the step can know their numbers."""
         strategy = strategy_of(3)

@@ -461,6 +461,8 @@ def _parts(array: np.ndarray, reduction: str) -> list[np.ndarray]:
             others = [
                 (draws.integers(-4, 5, array.shape) / 4).astype(array.dtype) for _ in ROWS[1:]
             ]
+            if array.real.dtype.itemsize >= 8:  # which a narrower type would round
+                others[0], others[-1] = others[0] + 4096, others[-1] - 4096
         return [(array - sum(others)).astype(array.dtype), *others]
     owner = draws.integers(0, len(ROWS), array.shape)
     if reduction in ("and", "or"):

@@ -100,6 +100,7 @@ def _casts(type: str) -> None:
         (flags(6, 4), (tf.float64,)),
         (_complex(6, 2), (tf.float64,)),
         (np.asarray(6, np.int32), (tf.float32, tf.int64)),
+        (np.asarray(258, np.int32), (tf.int8,)),
     ):
         for target in targets:
             case(type, source, DstT=target)
@@ -150,6 +151,7 @@ def _counted(type: str) -> None:
         (np.asarray(6, np.int32), np.asarray(12, np.int32)),
         (np.asarray(6, np.int32), np.asarray([6, 3, 12], np.int32)),
         (np.asarray([3, 6], np.int32), 2),
+        (np.asarray(6, np.int32), -1),
     ):
         case(type, first, second)
 
@@ -305,7 +307,7 @@ def _convolutions() -> None:
     case("Conv2D", image, kernel, strides=[1, 2, 2, 1], padding="SAME")
     case("Conv2D", image, real(2, 2, 1, 6), strides=steps, padding="VALID")
     sizes = [6, 5, 6, 3]
-    for shape in (np.asarray(sizes, np.int32), sizes):
+    for shape in (np.asarray(sizes, np.int32), sizes, np.asarray(sizes[1:3], np.int32)):
         case("Conv2DBackpropInput", shape, kernel, out, strides=steps, padding="VALID")
     around(
         "Conv2DBackpropInput",

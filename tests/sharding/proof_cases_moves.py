@@ -172,12 +172,20 @@ def _reshapes() -> None:
         case("EnsureShape", real(6, 4), shape=shape)
     case("EnsureShape", real(3, 12), shape=[3, None])
     case("EnsureShape", np.asarray([4, 6], np.int32), shape=[2])
+    case("ConjugateTranspose", real(6, 12) + 1j * real(6, 12), [0, 1])
+    around("Transpose", lambda x, y: tf.transpose(x, tf.concat([[0], _positive(y)], 0)),
+           real(6, 2, 3), np.asarray([2, -1, 1], np.int32), title="others unknown")
     for type in ("Transpose", "ConjugateTranspose"):
         case(type, real(6, 12), [1, 0])
         case(type, real(6, 12, 3), [1, 2, 0])
         case(type, real(6, 4), np.asarray([1, 0], np.int32))
         if tuple(map(int, tf.__version__.split(".")[:2])) > (2, 20):  # whose kernels it ends before
             case(type, real(6, 4, 3), [-1, 0, -2])
+
+
+def _positive(numbers: tf.Tensor) -> Any:
+    """A vector of unknown length."""
+    return tf.boolean_mask(numbers, numbers > 0)
 
 
 def _joints() -> None:
@@ -193,6 +201,8 @@ def _joints() -> None:
         axis = shapes[0].index(6)
         case("ConcatOffset", axis, [np.asarray(shape, np.int32) for shape in shapes])
     case("ConcatOffset", 1, [np.asarray(shape, np.int32) for shape in ([6, 4], [6, 2])])
+    case("ConcatOffset", -1, [np.asarray(shape, np.int32) for shape in ([6], [6])])
+    case("ConcatOffset", -2, [np.asarray(shape, np.int32) for shape in ([6, 4], [6, 4])])
     around(
         "ConcatV2",
         lambda x, y: raw.ConcatV2(values=[tf.shape(x)[:1], [2], tf.shape(y)[1:]], axis=0),
@@ -264,6 +274,7 @@ def _slices() -> None:
         end_mask=1)
     for first in (1, 2, 9):
         case("StridedSlice", real(6, 4), np.asarray([0, 1], np.int32), [first, 3], [1, 1])
+    case("StridedSlice", real(6, 4), *np.asarray([[0], [2 ** 31], [1]]))
     around(
         "StridedSlice",
         lambda x: raw.StridedSlice(input=x, begin=[0], end=[tf.shape(x)[0]], strides=[1]),
@@ -325,6 +336,8 @@ def _pads_and_fills() -> None:
         case("PadV2", real(6, 4), edges, real())
         for mode in ("REFLECT", "SYMMETRIC"):
             case("MirrorPad", real(6, 12), edges, mode=mode)
+            around("MirrorPad", lambda x, mode=mode, edges=edges: tf.strings.length(
+                tf.pad(tf.strings.as_string(x), edges, mode)), real(6, 12), title=f"{edges} {mode}")
             case("MirrorPadGrad", real(6, 12), edges, mode=mode)
     case("Pad", real(6, 12), np.asarray([[0, 0], [1, 1]], np.int32))
     around(
@@ -502,6 +515,8 @@ def _gathers() -> None:
             case(f"UnsortedSegment{kind}", real(*shape), whole(*segments, low=-1), 4)
         case(f"UnsortedSegment{kind}", whole(6, 2), whole(6), np.asarray(6, np.int32))
     case("ScatterNd", whole(6, 1), real(6, 3), [4, 3])
+    around("ScatterNd", lambda at, x: tf.strings.length(tf.scatter_nd(
+        at, tf.strings.as_string(x), [9])), np.arange(6)[:, None], whole(6), title="of strings")
     case("ScatterNd", whole(6, 12, 2), real(6, 12), [4, 4])
     case("ScatterNd", whole(4, 6), real(4), [4] * 6)
     case("ScatterNd", whole(6, 1), real(6, 6), [4, 6])

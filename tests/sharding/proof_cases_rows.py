@@ -50,6 +50,8 @@ GUARDS: dict[str, Callable[[tf.Tensor, tf.Tensor], tf.Tensor]] = {
     "many": lambda x, i: tf.where(tf.shape(x)[0] > 9, i, 0),
     "first": lambda x, i: tf.where(tf.shape(x)[0] > 1, i, 1),
     "rows": lambda x, i: tf.where(x[:, 0] > .5, i, 0),
+    "several": lambda x, i: tf.where(x[:, 0] > tf.range(6, dtype=x.dtype) / 9, i, 0),
+    "higher_rank": lambda x, i: tf.maximum(i, tf.zeros_like(x[..., None, None], i.dtype)),
 }
 
 
@@ -63,6 +65,8 @@ POSITIONS: dict[str, Callable[[tf.Tensor, tf.Tensor], tf.Tensor]] = {
     "too_few": lambda x, y: _rows(x) * 2 + 1,
     "of_the_next": lambda x, y: (_rows(x) * 4 + 4) % 24,
     "behind": lambda x, y: tf.minimum(_rows(x) * 4 + 5, 23),
+    "first_and_others": lambda x, y: tf.reshape(_rows(x)[:, None] * 4 + tf.concat(
+        [[0], tf.boolean_mask([-3, 0, 9], [True, True, False])], 0), [-1]) % 24,
     "across": lambda x, y: tf.reshape(_rows(x)[None] * 4 + tf.range(4)[:, None], [-1]),
 }
 

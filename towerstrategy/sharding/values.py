@@ -76,8 +76,8 @@ class Value:
     @property
     def stage(self) -> int | None:
         """The stage in which it is made; None if unknown."""
-        stage = self.towers.stage
-        return self.towers.stage_on(self.device) if stage is None and self.device else stage
+        known = self.towers.stage is not None or not self.device
+        return self.towers.stage if known else self.towers.stage_on(self.device)
 
     @property
     def size(self) -> int:
@@ -194,14 +194,13 @@ class Value:
     def _padded_part(self, fill: int, tower: int) -> Ref:
         assert isinstance(self.spec, Sharded)
         towers, dim, rank, part = self.towers, self.spec.dim, self.shape.rank, self.part(tower)
-        build = towers.builder
         after = towers.vector(tower, self._padding_rows(tower), dim, rank, 0)
-        paddings = towers.on(tower, "Pack", build.constant(
+        paddings = towers.on(tower, "Pack", towers.builder.constant(
             [0] * rank, tf.int32, towers.devices[tower]), after, axis=1)
         # Not Pad: oneDNN fuses it with a convolution, which then gives zero rows a wrong shape.
         # PadV2's kernel for GPUs takes the fill value from the host's memory.
-        return towers.on(tower, "PadV2", part, paddings, build.constant(
-            fill, part.dtype, towers.shapes_on(tower)))
+        return towers.on(tower, "PadV2", part, paddings, towers.builder.constant(
+            "" if part.dtype == tf.string else fill, part.dtype, towers.shapes_on(tower)))
 
     def without_padding(self, unpadded: Value) -> Value:
         """The inverse of :meth:`padded`: without the rows by which ``unpadded`` was padded."""
@@ -315,26 +314,28 @@ class Value:
     def _slice_of(self, wanted: Sharded, tower: int, has_rows: bool) -> tuple[Ref, Ref]:
         """The first position and the number of positions of a tower's slice.
 
-        The last tower's ends where the tensor ends: if it has more rows than its consumers, they
-        fail there, as on one device.  (Not size -1: TensorFlow rewrites a slice of constant size
-        for XLA, to an operation on the host, which no cluster of another CPU may have.)
+        The last tower's ends where the tensor ends: if there are too many rows, its consumers fail,
+        as on one device, or the slice does, as one row would broadcast.  (Not size -1: TensorFlow
+        rewrites a slice of constant size for XLA, to an operation on the host.)
         """
-        towers = self.towers
-        is_last = not has_rows and towers.first + tower == towers.replicas - 1
+        towers, host = self.towers, self.towers.on_host
+        rows = functools.partial(self.rows_in, wanted.dim)
         begin, size = towers.offset(tower), towers.count(tower)
         if wanted.start:
-            begin = towers.on_host("Minimum", begin, self.rows_in(wanted.dim))
-            size = towers.on_host("Minimum", size, towers.on_host(
-                "Sub", self.rows_in(wanted.dim), begin))
-        may_be_one = wanted.broadcast and self.shape[wanted.dim] is None
-        if wanted.times != 1 and not wanted.start or may_be_one:
-            times = towers.on_host("FloorDiv", self.rows_in(wanted.dim), towers.total())
-            begin = towers.on_host("Mul", begin, times)
-            size = towers.on_host("Mul", size, times)
-            if may_be_one:
-                is_less = towers.on_host("Equal", times, towers.number(0))  # 1 // rows is 0
-                size = towers.on_host("SelectV2", is_less, self.rows_in(wanted.dim), size)
-        return begin, towers.on_host("Sub", self.rows_in(wanted.dim), begin) if is_last else size
+            begin = host("Minimum", begin, rows())
+            size = host("Minimum", size, host("Sub", rows(), begin))
+        elif wanted.times != 1:
+            times = host("FloorDiv", rows(), towers.total()) if wanted.times is None \
+                else towers.number(wanted.times)
+            begin, size = host("Mul", begin, times), host("Mul", size, times)
+        if wanted.broadcast and self.shape[wanted.dim] is None:
+            is_one = host("Equal", rows(), towers.number(1))
+            begin = host("SelectV2", is_one, towers.number(0), begin)
+            size = host("SelectV2", is_one, rows(), size)
+        if not has_rows and towers.first + tower == towers.replicas - 1:
+            rest = host("Sub", rows(), begin)
+            size = host("AddV2", rest, host("Sub", rest, size)) if wanted.broadcast else rest
+        return begin, size
 
     def _slices_of_blocks(self, wanted: Sharded, tower: int) -> Ref:
         """A tower's slices of all blocks of the whole tensor; if its size there is 1, all of it."""

@@ -58,7 +58,7 @@ def slice_(op: Op, spec: Sharded, specs: Sequence[Spec]) -> Plan | None:
 def _between(spec: Sharded, begin: int | None, end: int | None,
              specs: Sequence[Spec]) -> Plan | None:
     """Plan of a slice of the blocks ``begin`` to ``end``."""
-    if begin is None or end is None or not begin < end <= spec.blocks:
+    if begin is None or end is None or not 0 <= begin < end <= spec.blocks:
         return None
     takes = [each if isinstance(each, Size) and each.at == spec.dim else REPLICATED
              for each in specs[1:]]  # a number of rows for another dimension means all rows
@@ -79,12 +79,14 @@ def _blocks_before(op: Op, spec: Sharded, index: int, limit: Spec) -> int | None
 @rule("ConcatOffset")
 def concat_offset(op: Op, specs: Sequence[Spec]) -> Plan | None:
     """Offsets of the inputs of a concatenation, along the rows each a multiple of the rows."""
-    axis, sizes = op.value(0), [size for size in specs[1:] if isinstance(size, Size)]
-    if axis is not None and len(sizes) == len(specs) - 1 and sizes[0].at != int(axis) \
+    axes, sizes = op.axes(0, op.inputs[1].shape[0]), [
+        size for size in specs[1:] if isinstance(size, Size)]
+    axis = axes[0] if axes else None
+    if axis is not None and len(sizes) == len(specs) - 1 and sizes[0].at != axis \
             and len({size.moved(size.at) for size in sizes}) == 1:  # an axis beside the rows
         return Plan([REPLICATED, *sizes], [REPLICATED] * len(op.outputs))
     joined = concatenated([size.shards(size.at) for size in sizes])
-    if axis is None or joined is None or joined.dim != int(axis) or len(sizes) < len(specs) - 1:
+    if axis is None or joined is None or joined.dim != axis or len(sizes) < len(specs) - 1:
         return None
     before = itertools.accumulate(size.blocks for size in sizes[:-1])
     return Plan([REPLICATED, *sizes], [REPLICATED, *(

@@ -73,7 +73,12 @@ def by_names(op: Op, specs: Sequence[Spec], inputs: Sequence[Names | None],
         dim = None if names is None or name not in names else names.index(name)
         if isinstance(each, Sharded) and each.dim == dim and each.goes_with(spec):
             takes.append(each)
-        elif isinstance(each, Sharded) and not gathers:
+            if isinstance(name, int) and each.times != spec.times:
+                if None not in (each.times, spec.times):
+                    return None
+                spec = dataclasses.replace(spec, times=None)
+        elif isinstance(each, Sharded) and (not gathers or isinstance(name, int)
+                                            and each.dim == dim):  # one of them may have one row
             return None
         elif dim is None or isinstance(name, int) and op.rank(index) is not None \
                 and op.inputs[index].shape[dim] == 1:

@@ -84,8 +84,10 @@ def _moved_axes(op: Op, specs: Sequence[Spec]) -> Plan | None:
     reduced, number = axes.reduced, int(number)
     if op.type == "AddV2":
         reduced = (*[False] * number, *reduced)
-    elif op.type == "FloorMod" and at == 1 and number > 0 and {*reduced[:-number]} <= {False}:
-        reduced = reduced[-number:]
+    elif op.type == "FloorMod" and at == 1 and number > 0:
+        by_rest = [{*reduced[rest::number]} for rest in range(number)]
+        reduced = tuple(True if True in those else None if None in those else False
+                        for those in by_rest)
     else:
         return None
     return Plan([REPLICATED] * 2, [Axes(reduced)])
@@ -116,12 +118,14 @@ def _sharded(op: Op, specs: Sequence[Spec]) -> Plan | None:
 def _size(op: Op, specs: Sequence[Spec]) -> Plan | None:
     """The plan of a number of rows: its product, quotient or cast, or the maximum of equal ones."""
     size = next(spec for spec in specs if isinstance(spec, Size))
-    if op.type == "Cast" and op.outputs[0].dtype.is_integer:
+    if op.type == "Cast" and op.outputs[0].dtype in (tf.int32, tf.int64):
         return Plan(specs, specs)
     if op.type in ("Maximum", "Minimum") and specs[0] == specs[1] and op.rank(0) == op.rank(1) == 0:
         return Plan(specs, specs[:1])
     if op.type == "Mul" and op.out_rank() == 0 and sum(isinstance(s, Size) for s in specs) == 1:
         factor = op.value(0 if specs[1] is size else 1)
+        if factor is not None and factor < 1:
+            return None
         times = None if factor is None or size.times is None else size.times * int(factor)
         return Plan([spec if spec is size else REPLICATED for spec in specs],
                     [dataclasses.replace(size.moved(0), times=times)])
@@ -137,11 +141,11 @@ def _is_linear(op: Op) -> bool:
     """Whether the op, applied to the parts of a sum, makes the parts of its output."""
     if op.type != "Cast":
         return op.type in LINEAR
-    # Casts to integers round; parts that are integers may overflow where their sum does not; half
-    # precision has too few digits for parts.
+    # Casts to fewer digits round each part; parts that are integers may overflow where their sum
+    # does not; half precision has too few digits for parts.
     before, after = op.inputs[0].dtype, op.outputs[0].dtype
-    return (before.is_complex or before.is_floating) and (
-        after.is_complex or after.is_floating and after.size >= 4)
+    return (before.is_complex or before.is_floating) and (after.is_complex or after.is_floating) \
+        and after.real_dtype.size >= max(before.real_dtype.size, 4)
 
 
 @rule("QuantizeAndDequantizeV3", "QuantizeAndDequantizeV4")

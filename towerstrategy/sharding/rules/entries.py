@@ -10,7 +10,6 @@ loses the static shape of a tensor whose shape is computed from another's.
 from __future__ import annotations
 
 import fractions
-import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -58,10 +57,7 @@ def dimensions_in(shape: tf.Tensor, tensor: tf.Tensor) -> list[int | None]:
 
 
 def outputs_of(operation: tf.Operation, inputs: Sequence[Entries | None]) -> list[Entries | None]:
-    """The entries of each output of an op, from the entries of its inputs; None if unknown.
-
-    For an output of unknown length, these are its first entries, up to the first unknown one.
-    """
+    """The entries of each output of an op, from the entries of its inputs; None if unknown."""
     needs, compute = _COMPUTE.get(operation.type, ("-", None))
     arguments: list[Any] = []
     for entries, need in zip(inputs, needs.ljust(len(inputs), needs[-1])):
@@ -203,8 +199,8 @@ def _reshaped(operation: tf.Operation, entries: Entries, *_: Any) -> Entries | N
 
 def _concat(operation: tf.Operation, *inputs: Any) -> Entries | None:
     axis = _as_integers(inputs[-1])
-    first = list(itertools.takewhile(lambda part: part is not None, inputs[:-1]))
-    return np.concatenate(first, int(axis)) if first and axis is not None else None
+    known = axis is not None and all(part is not None for part in inputs[:-1])
+    return np.concatenate(inputs[:-1], int(axis)) if known else None
 
 
 def _slice(operation: tf.Operation, entries: Entries, begin: Any, size: Any) -> Entries:

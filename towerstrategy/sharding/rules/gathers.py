@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import tensorflow as tf
+
 from towerstrategy.sharding.rules import shapes
 from towerstrategy.sharding.rules.dimensions import DIMS, MIXED, but, by_names
 from towerstrategy.sharding.rules.own_rows import in_own_rows
@@ -90,10 +92,11 @@ def unsorted_segment(op: Op, specs: Sequence[Spec]) -> Plan | None:
 
 @rule("ScatterNd")
 def scatter_nd(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    is_bool = op.inputs[1].dtype.is_bool  # entries with the same indices are combined by "or"
+    dtype = op.inputs[1].dtype  # entries with the same indices are added, or combined by "or"
+    parts = None if dtype == tf.string else Partial("or") if dtype.is_bool else SUM
     names = but([-1], op.rank(0), "")
     return in_own_rows(op, specs, 0, 2, [1], column=0, into=True) or by_names(
-        op, specs, [names, names], [""], Partial("or") if is_bool else SUM)
+        op, specs, [names, names], [""], parts)
 
 
 @rule("TensorScatterUpdate", "TensorScatterAdd", "TensorScatterSub", "TensorScatterMax",
@@ -115,7 +118,8 @@ def into_tensor(op: Op, specs: Sequence[Spec]) -> Plan | None:
 @rule("XlaDynamicUpdateSlice")
 def update_slice(op: Op, specs: Sequence[Spec]) -> Plan | None:
     """An update of all rows, as in a cache of keys: it fits only if it begins at the first row."""
-    return by_names(op, specs, [DIMS, DIMS], [DIMS]) if specs[0] == specs[1] else None
+    fits = specs[0] == specs[1] and getattr(specs[0], "times", None)
+    return by_names(op, specs, [DIMS, DIMS], [DIMS]) if fits else None
 
 
 @rule("DenseBincount")

@@ -45,8 +45,8 @@ def image(op: Op, specs: Sequence[Spec]) -> Plan | None:
         return None  # TensorFlow infers a wrong rank for volumes of unknown sizes
     if op.type.endswith("WithArgmax") and op.attr("include_batch_in_index"):
         return None  # the indices count through all images
-    if op.rank(_ROWS[op.type][0]) is None or None in map(op.out_rank, range(len(op.outputs))):
-        return None  # padding needs the ranks
+    if op.rank(_ROWS[op.type][0]) in (None, 1) or None in map(op.out_rank, range(len(op.outputs))):
+        return None  # padding needs the ranks; one pixel's channels are no rows
     names = ["a" if index in _ROWS[op.type] else None for index in range(len(specs))]
     output = "" if op.type in _OF_FILTERS else "a"
     return by_names(op, specs, names, [output], SUM, padded=_PADDED.get(op.type, True))
@@ -72,8 +72,10 @@ def input_gradient(op: Op, specs: Sequence[Spec]) -> Plan | None:
     if isinstance(specs[0], Size) and specs[0].at == 0 and specs[0].shards(0) == gradient \
             and op.inputs[0].shape.is_fully_defined():
         return Plan([specs[0], *middle, gradient], [gradient], padded=padded)
+    if op.inputs[0].shape == [op.rank(-1) - 2]:  # neither the batch nor the channels
+        return Plan([REPLICATED, *middle, gradient], [gradient], padded=padded)
     return Plan([REPLICATED, *middle, gradient], [gradient], make=_make_input_gradient, alone=0,
-                padded=padded)
+                padded=padded) if op.inputs[0].shape == [op.rank(-1)] else None
 
 
 def _make_input_gradient(m: Any) -> list[list[Any]]:

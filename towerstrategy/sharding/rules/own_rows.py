@@ -61,7 +61,7 @@ def in_own_rows(op: Op, specs: Sequence[Spec], indices: int, batch: int, beside:
             or bool(numbers.chosen) != bool(group):
         return None
     gives: list[Spec] = [rows if into else spec]
-    if numbers.last is None and isinstance(rows, Sharded) and of_batch(rows):
+    if numbers.last is None and isinstance(rows, Sharded) and of_batch(rows) and of_batch(spec):
         # In strategy.run, whoever writes this means positions of the row.
         return Plan([REPLICATED] * len(specs), gives, once=True, alone=0)
     times = group.times if group and numbers.chosen == "positions" else numbers.times
@@ -88,8 +88,8 @@ def _unguarded(indices: tf.Tensor, batch: tf.Tensor) -> tf.Tensor:
     if indices.op.type != "SelectV2":
         return indices
     condition, guarded, other = indices.op.inputs
-    guards = condition.op.type == "Greater" and _tf.constant_value(other) == 0 \
-        and _tf.constant_value(condition.op.inputs[1]) == 1 \
+    guards = condition.op.type == "Greater" and condition.shape.rank == other.shape.rank == 0 \
+        and _tf.constant_value(other) == 0 and _tf.constant_value(condition.op.inputs[1]) == 1 \
         and dimensions_in(condition.op.inputs[0], batch) == [0]
     return guarded if guards else indices
 
@@ -180,12 +180,17 @@ def _column_of_slice(op: Op) -> int | None:
         return None
     begin = op.value(1)
     one = op.attr("shrink_axis_mask") == 2 and not op.attr("new_axis_mask")
-    return int(begin[1]) if one and begin is not None and begin.shape == (2,) else None
+    if not one or begin is None or begin.shape != (2,):
+        return None
+    columns = op.inputs[0].shape[1]
+    return int(begin[1]) if begin[1] >= 0 else columns and int(begin[1]) % columns
 
 
 def _maximum(operation: tf.Operation, column: int | None) -> _RowNumbers | None:
     """``tf.maximum(numbers, 0)``, as in the gradients of segment sums."""
-    return _row_numbers(operation.inputs[0], column) if is_zero(operation.inputs[1]) else None
+    numbers, zero = operation.inputs
+    moves = numbers.shape.rank != operation.outputs[0].shape.rank
+    return _row_numbers(numbers, column) if is_zero(zero) and not moves else None
 
 
 def _multiplied(operation: tf.Operation, column: int | None) -> _RowNumbers | None:

@@ -63,8 +63,10 @@ ADDITIVE = frozenset({"AddN", "AddV2", "Add", "Sub", "ConcatV2", "Pack", "Select
 # An op type -> the attribute, or the input, with what is put where nothing of the first input is.
 _FILLS: dict[str, str | int] = {"CropAndResize": "extrapolation_value",
                                 "ImageProjectiveTransformV3": 3}
-# Homogeneous ops that are not linear: f(x + y) is not f(x) + f(y).
-_NOT_ADDITIVE = frozenset({"Abs", "Relu", "LeakyRelu", "MaxPool"})
+# Homogeneous ops that are not linear: f(x + y) is not f(x) + f(y); or not where a factor is not
+# finite, as an input of zero gives zero and parts that add up to it give none.
+_NOT_ADDITIVE = frozenset({("Abs", 0), ("Relu", 0), ("LeakyRelu", 0), ("MaxPool", 0), ("Xdivy", 0),
+                           ("Xlogy", 0), ("Xlog1py", 0), ("MulNoNan", 1)})
 
 
 # An op type -> the input that makes the output zero if it is zero.
@@ -85,8 +87,10 @@ def is_zero(tensor: tf.Tensor) -> bool:
 
 def _is_true(operation: tf.Operation) -> bool:
     """Whether an op compares a tensor without NaNs with itself, as ``tf.recompute_grad`` does."""
-    return operation.type == "Equal" and not operation.inputs[0].dtype.is_floating \
-        and operation.inputs[0].name == operation.inputs[1].name
+    if operation.type != "Equal":
+        return False
+    first, second = operation.inputs
+    return first.name == second.name and not is_number(first)
 
 
 def is_number(tensor: tf.Tensor) -> bool:
@@ -96,7 +100,7 @@ def is_number(tensor: tf.Tensor) -> bool:
 
 def is_linear(operation: tf.Operation, index: int) -> bool:
     """Whether parts of a sum, as input ``index``, make parts of the outputs' sums."""
-    return operation.type not in _NOT_ADDITIVE and degree(operation, index) == 1
+    return (operation.type, index) not in _NOT_ADDITIVE and degree(operation, index) == 1
 
 
 def _fills(operation: tf.Operation) -> bool:
@@ -133,6 +137,6 @@ def plan_of_parts(op: Op, specs: Sequence[Spec]) -> Plan | None:
     if op.type in ADDITIVE:
         takes = [SUM if is_number(tensor) else REPLICATED for tensor in op.inputs]
     elif len(sums) > 1 or not is_linear(op.operation, sums[0]) \
-            or op.outputs[0].dtype.size < min(op.inputs[sums[0]].dtype.size, 4):
+            or op.outputs[0].dtype.real_dtype.size < op.inputs[sums[0]].dtype.real_dtype.size:
         return None
     return Plan(takes, [SUM] * len(op.outputs))

@@ -86,7 +86,7 @@ def squeeze(op: Op, specs: Sequence[Spec]) -> Plan | None:
 def transpose(op: Op, specs: Sequence[Spec]) -> Plan | None:
     order = entries_of(op.inputs[1])
     order = None if order is None or None in order else order
-    if _keeps_order(order) and isinstance(specs[0], Sharded):
+    if op.type == "Transpose" and _keeps_order(order) and isinstance(specs[0], Sharded):
         return Plan(specs, specs[:1], passes=True)
     return None if order is None else by_names(op, specs, [DIMS], [[DIMS[dim] for dim in order]])
 
@@ -145,7 +145,7 @@ def _first_rows(op: Op, spec: Sharded) -> Plan | None:
         return None
     at_begin, at_end, one = (op.attr(f"{name}_mask") >> spec.dim & 1
                              for name in ("begin", "end", "shrink_axis"))
-    last = begin[spec.dim] + 1 if one else end[spec.dim]
+    last = min(begin[spec.dim] + 1 if one else end[spec.dim], tf.int32.max)
     if steps[spec.dim] < 1 or last <= 0 or at_end and not one \
             or begin[spec.dim] < 0 and not at_begin:
         return None
