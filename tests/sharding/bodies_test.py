@@ -248,5 +248,39 @@ class CrossingsTest(parameterized.TestCase):
                               and outer.op not in made_here])
 
 
+class WritesTest(parameterized.TestCase):
+
+    @parameterized.parameters("loops", "branch", "rows")
+    def test_between_reads(self, name):
+        """Else a second loop, or a loop or branch that is used late, computes with other weights:
+        a sharpness-aware step trains wrongly without a word."""
+        def step(x, weight):
+            scaled, rows = tf.function(lambda state: state * weight), tf.shape(x)[0]
+            if name == "loops":
+                first = tf.while_loop(lambda at, _: at < 3, lambda at, state: (
+                    at + 1, scaled(state)), (0, x))[1]
+                weight.assign_add(1.)
+                return first, tf.while_loop(lambda at, _: at < 3, lambda at, state: (
+                    at + 1, scaled(state)), (0, x))[1]
+            if name == "branch":
+                made = tf.cond(rows > 3, lambda: weight * 9., lambda: weight * 1)
+            else:
+                made = tf.while_loop(lambda at, _: at < rows, lambda at, state: (
+                    at + 1, state * .9 + weight), (0, tf.zeros([], x.dtype)))[1]
+            weight.assign_add(1.)
+            return weight.read_value() + made
+
+        strategy = towerstrategy.TowerStrategy(on_gpus.towers(TOWERS))
+        with strategy.scope():
+            weight = tf.Variable(2., dtype=tf.float64)
+        with on_gpus.tracing():
+            towers = strategy.function(functools.partial(step, weight=weight))
+            one = tf.function(functools.partial(step, weight=tf.Variable(weight)))
+            for rows in ROWS:
+                x = tf.constant(np.random.RandomState(rows).normal(size=[rows, 3]))
+                tf.nest.map_structure(functools.partial(np.testing.assert_allclose, rtol=1e-12),
+                                      towers(strategy.split(x)), one(x))
+
+
 if __name__ == "__main__":
     absltest.main()

@@ -1,5 +1,6 @@
 """``strategy.function`` as users of ``tf.function`` meet it: options, datasets, methods, errors."""
 
+import copy
 import functools
 import gc
 import logging
@@ -349,6 +350,24 @@ class FunctionTest(parameterized.TestCase):
         self.assertLen(one.variables, 1)
         self.assertEqual(one.__call__.get_concrete_function(strategy.split(X))(
             strategy.split(X)), 18)
+
+    def test_methods_of_copies(self):
+        """Else a copy of an object trains the original's weights."""
+        strategy = strategy_of(2)
+
+        class Scaled:
+            def __init__(self):
+                self.factor = 2.
+
+            @strategy.function
+            def __call__(self, x):
+                return self.factor * tf.reduce_sum(x)
+
+        first = Scaled()
+        first(strategy.split(X))
+        for copied in (copy.copy(first), copy.deepcopy(first)):
+            copied.factor = 3.
+            self.assertEqual(copied(strategy.split(X)), 3 * X.sum())
 
     def test_methods_let_go_of_their_objects(self):
         """Else each model that is made in a search stays in memory."""

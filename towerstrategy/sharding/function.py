@@ -72,11 +72,18 @@ class Function:
         if instance is None:
             return self
         key = f"_strategy_function_{id(self)}"
-        if key not in vars(instance):
-            vars(instance)[key] = Function(
-                self._strategy, self.python_function.__get__(instance, owner),
-                self._input_signature, self._compiles, **self._options)
-        return vars(instance)[key]
+        made = vars(instance).get(key)
+        if made is None or made.python_function.__self__ is not instance:  # that of a copy's source
+            made = vars(instance)[key] = self._of(self.python_function.__get__(instance, owner))
+        return made
+
+    def __deepcopy__(self, memo: Any) -> Function:
+        return self._of(copy.deepcopy(self.python_function, memo))
+
+    def _of(self, python_function: Callable[..., Any]) -> Function:
+        """A function with the same options."""
+        return Function(self._strategy, python_function, self._input_signature, self._compiles,
+                        **self._options)
 
     def get_concrete_function(self, *args: Any, **kwargs: Any) -> Any:
         """As that of ``tf.function``; sharded arguments are as ``strategy.split`` returns them."""

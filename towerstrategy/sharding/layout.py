@@ -115,8 +115,9 @@ def only_read(operation: Op, layouts: Sequence[Layout]) -> Set[int]:
 def _is_only_read(layout: Layout, name: str) -> bool:
     """Whether operations read a variable by itself, also in called functions and in loops."""
     for operation in layout.order:
-        if name in operation.input_names and not operation.reads_variable:
-            plan, at = layout.plans.get(operation.name), operation.input_names.index(name)
+        places = [at for at, each in enumerate(operation.input_names) if each == name]
+        for at in () if operation.reads_variable else places:
+            plan = layout.plans.get(operation.name)
             if not isinstance(plan, WithBodies) or not plan.layouts \
                     or operation.type in BRANCHES or not (
                     at in plan.only_read and _is_only_read(layout, operation.output_names[at])

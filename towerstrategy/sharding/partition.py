@@ -223,10 +223,13 @@ class Partition:
 
         once = None if plan.whole is None and any(
             isinstance(spec, ListOf) for spec in plan.takes) else Lazily(whole)
-        if operation.has_effect or not plan.gives or any(
+        reads = isinstance(plan, Nested) and bool(operation.handles)  # what a later call may write
+        if operation.has_effect or reads or not plan.gives or any(
                 isinstance(spec, (Sharded, Partial, ListOf)) for spec in plan.gives):
             for tower in range(len(towers)):
                 part(tower)
+        if reads and once is not None and any(isinstance(spec, Size) for spec in plan.gives):
+            once()
         outputs = [self._output(towers, tensor, spec, index, part, once,
                                 maker.home if plan.make is not None else "", of_shapes)
                    for index, (tensor, spec) in enumerate(zip(operation.outputs, plan.gives))]
@@ -357,7 +360,7 @@ class Partition:
         """What an operation of a loop reads of a variable: ``value`` is read before the loop."""
         if value.read is not None:
             return value.read(operation)
-        key = operation.name, value.whole()
+        key = operation.name, value.whole(), tuple(controls)  # a write may come between two loops
         if key not in self._read_before:
             ref, = self._copy(operation, [value.whole()], value.device, None, controls)
             self._read_before[key] = Value(

@@ -325,8 +325,8 @@ class Value:
             begin = host("Minimum", begin, rows())
             size = host("Minimum", size, host("Sub", rows(), begin))
         elif wanted.times != 1:
-            times = host("FloorDiv", rows(), towers.total()) if wanted.times is None \
-                else towers.number(wanted.times)
+            times = towers.number(wanted.times) if wanted.times is not None else host(
+                "FloorDiv", rows(), host("Maximum", towers.total(), towers.number(1)))
             begin, size = host("Mul", begin, times), host("Mul", size, times)
         if wanted.broadcast and self.shape[wanted.dim] is None:
             is_one = host("Equal", rows(), towers.number(1))
