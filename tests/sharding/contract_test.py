@@ -75,6 +75,12 @@ RIGHT = {
     "sum": lambda s, w, x, y: tf.reduce_sum(squares(w, x, y)),
     "every_second": lambda s, w, x, y: (tf.reduce_sum(squares(w, x[::2], y[::2]))
                                         + tf.reduce_sum(squares(w, x[1::2], y[1::2]))) / 8,
+    "same_rows_gathered": lambda s, w, x, y: mean_squared(
+        [w[0], tf.gather(w[1], tf.range(4))], x, y),  # as of position embeddings
+    "noise_of_a_fixed_size": lambda s, w, x, y: mean_squared(w, x, y) + 0. * tf.reduce_sum(
+        tf.random.normal([2, 3], dtype=x.dtype) @ w[0]),
+    "ragged_lengths": lambda s, w, x, y: tf.reduce_sum(tf.RaggedTensor.from_tensor(
+        tf.nn.relu(x @ w[0]) @ w[1], lengths=tf.cast(y[:, 0] * 2, tf.int64)) ** 2) / 8,
     "sum_over_constant": lambda s, w, x, y: tf.reduce_sum(squares(w, x, y)) / 8,
     "penalty": lambda s, w, x, y: mean_squared(w, x, y) + tf.nn.scale_regularization_loss(
         penalty(w)),

@@ -91,6 +91,15 @@ class RulesTest(parameterized.TestCase):
         self.assertEqual(got, logged(tf.distribute.OneDeviceStrategy("CPU:0")))
         self.assertEqual(got, [[9., 9.], 3.])
 
+    def test_towers_parts_in_a_step_of_all_rows(self):
+        """Else such a step reads the first tower's largest, not the largest."""
+        strategy = towerstrategy.TowerStrategy(["CPU:1", "CPU:2"], "cpu")
+        with strategy.scope():
+            v = tf.Variable(0., synchronization=tf.VariableSynchronization.ON_READ)
+        strategy.merge_rule(v, "max")
+        strategy.run(lambda x: v.assign(tf.reduce_max(x)), (strategy.split(tf.range(4.)),))
+        self.assertEqual(strategy.function(lambda: v + 0.)(), 3.)
+
     def test_refused(self):
         """Else a wrong rule, or a variable of nobody's, is taken and nothing comes of it."""
         strategy = towerstrategy.TowerStrategy(["CPU:1", "CPU:2"])

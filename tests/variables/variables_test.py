@@ -177,6 +177,20 @@ class MergedWriteTest(parameterized.TestCase):
         v.assign_add(per_replica(strategy, 1., 3.))
         self.assertEqual(v.numpy(), 5.)
 
+    @parameterized.parameters((lambda fn: fn,), (tf.function,))
+    def test_a_batch_without_rows(self, run_in):
+        """Else weights that the towers write are zero after an empty batch."""
+        strategy = two_towers()
+        v = made(strategy, 4.)
+
+        def step(x):
+            v.assign(v / 2 + 1)
+            if not tf.executing_eagerly():
+                tf.cond(v > 0, lambda: v.assign(v / 2 + 1), lambda: v.value())
+
+        run_in(lambda x: strategy.run(step, (x,)))(strategy.split(tf.zeros([0, 3])))
+        self.assertEqual(v.numpy(), 4.)
+
     def test_outside_values_of_a_sum(self):
         """Else counts set from outside are cut off, or a counter cannot be stepped there."""
         strategy = two_towers()

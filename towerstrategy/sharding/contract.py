@@ -115,12 +115,11 @@ class Contract:
         if gradient is None or isinstance(gradient, tf.Tensor) and not _tf.is_eager(gradient) \
                 and self._is_zero(gradient):
             return ""
-        if isinstance(gradient, tf.IndexedSlices):
-            state = self.of(gradient.values)
+        slices = gradient if isinstance(gradient, tf.IndexedSlices) else None
+        state = self.of(gradient if slices is None else slices.values)
+        adds_up = state in (State(SUM), SHARE)
+        if slices is not None and self.of(slices.indices) != SAME:
             adds_up = state.known and isinstance(state.spec, Sharded) and state.power == 0
-        else:
-            state = self.of(gradient)
-            adds_up = state in (State(SUM), SHARE)
         if adds_up or not state.known:
             right = state.divided == "same" or state.divided == "means" and evenly
             return "" if reads_count and right else state.cause
@@ -155,7 +154,8 @@ class Contract:
         if operation.type in BRANCHES:
             return self._branches(operation, states)
         if all(state == SAME for state in states):
-            return [SAME] * count
+            draws = _tf.is_stateful(operation.type) and not Op(operation).handles
+            return [UNKNOWN if draws else SAME] * count
         found = self._outputs_of(operation, states)
         wrong = _unknown_one(states)
         return found if wrong is None else [wrong._replace(
@@ -377,14 +377,14 @@ def _not_taken(operation: tf.Operation, states: Sequence[State]) -> State:
 def _needs_other_towers(operation: tf.Operation, states: Sequence[State]) -> State:
     """The state of an output that needs data of other towers."""
     specs = [state.spec for state in states]
-    if not any(spec == SUM or isinstance(spec, Sharded) for spec in specs):
-        return UNKNOWN  # a maximum, such as the width of padding
+    if not any(spec == SUM or isinstance(spec, Sharded) for spec in specs) or not any(
+            map(scaling.is_number, operation.outputs)):
+        return UNKNOWN  # a maximum, such as the width of padding, or positions
     if operation.type in scaling.ADDITIVE and not any(
             isinstance(spec, Sharded) for spec in specs):
-        if any(state.power for state in states):
-            return _unscaled(operation)
-        return _wrong(operation, "adds a value that is the same on all towers to a sum over each "
-                      "tower's rows", "same")
+        return _unscaled(operation) if any(state.power for state in states) else _wrong(
+            operation, "adds a value that is the same on all towers to a sum over each tower's "
+            "rows", "same")
     return _wrong(operation, "combines rows of the whole batch")
 
 

@@ -164,15 +164,21 @@ class TowerVariable(_tf.ResourceVariable):
             tower.call.note_written(self)
             return plain(value, name)
 
+        def merged(value: Any, shares: Any) -> Any:
+            return plain(written.unless_empty(value, shares, self.value())
+                         if method is _tf.ResourceVariable.assign else value)
+
         tower = contexts.writer_of(self)
         if tower is not None and tower.several and tower.can_merge and not tf.executing_eagerly():
             shares, total = tower.shares, written.total(self, tower, value)
             if total is not None:
-                return tower.merge_call(lambda _, total: plain(shares.across(total)), (total,))
+                return tower.merge_call(
+                    lambda _, total: merged(shares.across(total), shares), (total,))
         return self._write(
             value, functools.partial(tf.convert_to_tensor, dtype=self.dtype),
             lambda value: plain(value, name),
-            lambda *towers: plain(written.value(self, *towers)), nested)
+            lambda values, shares, outside: merged(
+                written.value(self, values, shares, outside), shares), nested)
 
     def _scatter(self, method_name: str, sparse_delta: Any, use_locking: bool = False,
                  name: Any = None) -> Any:

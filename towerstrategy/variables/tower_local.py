@@ -63,11 +63,15 @@ class TowerLocalVariable(_tf.SyncOnReadVariable):
         """In a step with all rows, gives the first part the aggregate: once in a graph."""
         mean = self.aggregation is one_copy.Aggregation.MEAN and self.dtype.is_floating
         graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
-        if not (self._towers_wrote and (self._is_total or mean)) or graph in self._merged_in \
+        merges = self._towers_wrote and (self._extreme or self._is_total or mean)
+        if not merges or graph in self._merged_in \
                 or self._distribute_strategy.extended.workers is not None:
             return
-        total = merging.total([part.value() for part in self._values])
-        self.spread(total / len(self._values) if mean else total)
+        if self._extreme:
+            self.spread(self._get_cross_replica())
+        else:
+            total = merging.total([part.value() for part in self._values])
+            self.spread(total / len(self._values) if mean else total)
         if graph is not None:
             self._merged_in.add(graph)
 

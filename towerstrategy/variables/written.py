@@ -67,6 +67,13 @@ def value(variable: Any, values: Sequence[Any], shares: shares_lib.Shares,
         return merging.extreme(rule, values, shares)
 
 
+def unless_empty(value: Any, shares: shares_lib.Shares, before: Any) -> Any:
+    """``value``, or ``before`` if no tower has rows."""
+    if not shares.may_be_empty or shares.workers is not None:
+        return value
+    return tf.where(tf.reduce_any(tf.stack(shares.filled)), value, before)
+
+
 def total(variable: Any, tower: Any, value: Any) -> tf.Tensor | None:
     """The sum, or mean, of this machine's towers' values; ``value`` is the value of ``tower``."""
     rule = rule_of(variable)
@@ -126,7 +133,7 @@ def value_alone(variable: Any, values: list[Any], shares: shares_lib.Shares,
     if shares.may_be_empty:
         values = [tf.where(shares.filled[tower], written, before)
                   for tower, written in enumerate(values)]
-    return merging.mean(values, shares)
+    return unless_empty(merging.mean(values, shares), shares, before)
 
 
 def sizes_of(variable: Any) -> tf.Tensor:
