@@ -168,6 +168,11 @@ class TowerContext(tf.distribute.ReplicaContext):
         """Whether the towers can sync here: not inside a nested function or control flow."""
         return tf.executing_eagerly() or tf.compat.v1.get_default_graph() is self.graph
 
+    def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
+        if str(getattr(reduce_op, "name", reduce_op)).upper() == "MEAN":
+            self.call.knows_replica_count = True  # it divides by it
+        return super().all_reduce(reduce_op, value, options)
+
     def _merge_call(self, merge_fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if not self.can_merge:
             raise RuntimeError(NESTED_MERGE)

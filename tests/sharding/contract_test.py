@@ -336,6 +336,17 @@ class ContractTest(parameterized.TestCase):
                     *strategy.split((X[:rows], Y[:rows])))
         self.assertLen(said, 1)
 
+    def test_gradients_that_are_averaged_before(self):
+        """Else `all_reduce("MEAN", gradients)` is warned of: R of these means are the sum."""
+        def averaged(strategy, w, x, y):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(squares(w, x, y)) / 8
+            means = tf.distribute.get_replica_context().all_reduce("MEAN", tape.gradient(loss, w))
+            return tf.add_n([tf.reduce_sum(tf.stop_gradient(mean) * each)
+                             for mean, each in zip(means, w)])
+
+        self.assertEmpty(trained(towerstrategy.TowerStrategy(DEVICES[:4]), averaged)[1])
+
     def test_a_gradient_that_no_optimizer_gets(self):
         """Else a norm that is only looked at is warned of."""
         def looked_at(strategy, w, x, y):
