@@ -143,7 +143,8 @@ class RowsTest(parameterized.TestCase):
 
 class TogetherTest(parameterized.TestCase):
 
-    @parameterized.parameters("found", "second", "branches", "filled", "sum_of_lists", "infinite")
+    @parameterized.parameters("found", "second", "branches", "filled", "sum_of_lists", "infinite",
+                              "no_iteration")
     def test_as_one_device(self, name):
         """Else `fit` ends with an error: a loop that ends when a sum is small, a penalty on the
         gradients of a recurrent layer; or parts are taken for those of a sum that they are not."""
@@ -155,6 +156,11 @@ class TogetherTest(parameterized.TestCase):
             if name == "found":
                 return tf.while_loop(lambda total, done: not done, lambda total, done: (
                     total + 9, tf.reduce_sum(x ** 2) < total), (tf.zeros([], x.dtype), False))
+            if name == "no_iteration":  # then a variable has the rows that it starts with
+                rows = tf.while_loop(lambda at, _: at < x[0, 0] - 99, lambda at, _: (at + 1, x), (
+                    tf.zeros([], x.dtype), tf.ones([4, 3], x.dtype)), (
+                    tf.TensorShape([]), tf.TensorShape([None, 3])))[1]
+                return tf.shape(rows), tf.reduce_mean(rows)
             if name == "filled":
                 return tf.cond(x[0, 0] > -9, lambda: tf.image.crop_and_resize(
                     tf.cast(tf.reduce_sum(x, 0), tf.float32)[None, :, None, None],

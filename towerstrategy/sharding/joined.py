@@ -87,15 +87,17 @@ def loop_variable(before: Spec, after: Spec, tensor: tf.Tensor, result: tf.Tenso
         known = [spec for spec in (before, after)
                  if isinstance(spec, ListOf) and spec.element is not None]
         return known[-1] if known else ListOf()
+    if isinstance(after, Sharded) and before == after.uncounted:
+        return before
     if isinstance(before, Replicated):
         if isinstance(after, Partial):
             return after if after.reduction == "sum" else REPLICATED
         if isinstance(after, Sharded) and of_batch(after) and tensor.shape.rank is not None:
-            # It may start with other rows than the batch's, or with one that is broadcast if there
-            # is no iteration.  AutoGraph starts what is first set in the loop with no rows.
+            # It may start with other rows than the batch's, and has these if there is no iteration;
+            # one row may broadcast.  AutoGraph starts what is first set in the loop with no rows.
             size = tensor.shape[after.dim]
             if size is not None and (size == result.shape[after.dim] or not is_read and size != 1):
-                return after
+                return after if size in (0, result.shape[after.dim]) else after.uncounted
     if before == SUM and isinstance(after, Replicated):
         return before
     return REPLICATED

@@ -322,7 +322,8 @@ def _match(specs: Sequence[Spec], takes: Sequence[Spec], compiled: bool = False)
 
     Of what is the same for all towers, the first one has all as its part of a sum.
     """
-    return all(spec == wanted or isinstance(spec, Replicated) and (
+    return all(spec == wanted or isinstance(spec, Sharded) and spec.uncounted == wanted
+               or isinstance(spec, Replicated) and (
         isinstance(wanted, (Replicated, ListOf)) or wanted == SUM and not compiled)
         or isinstance(spec, ListOf) and isinstance(wanted, ListOf)
         for spec, wanted in zip(specs, takes))

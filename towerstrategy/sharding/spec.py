@@ -97,6 +97,11 @@ class Sharded:
         return dataclasses.replace(self, broadcast=False, start=False) \
             if self.broadcast or self.start else self
 
+    @property
+    def uncounted(self) -> Sharded:
+        """The same examples, each with an unknown number of positions."""
+        return dataclasses.replace(self, times=None)
+
     def at(self, dim: int) -> Sharded:
         """The same examples along another dimension."""
         return self if dim == self.dim else dataclasses.replace(self, dim=dim)

@@ -149,8 +149,8 @@ class Value:
     def _redistributed(self, wanted: Spec) -> Value:
         towers = self.towers
         if isinstance(wanted, Sharded):
-            if self.spec == wanted.given:
-                return self
+            if isinstance(self.spec, Sharded) and wanted.given in (self.spec, self.spec.uncounted):
+                return Value(towers, wanted.given, self.shape, self.whole, self.part, self.device)
             return self._cut(wanted)
         if isinstance(wanted, Partial):
             return Value(towers, wanted, self.shape, self.whole, self._first_or_zeros)
