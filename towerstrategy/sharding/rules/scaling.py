@@ -63,10 +63,10 @@ ADDITIVE = frozenset({"AddN", "AddV2", "Add", "Sub", "ConcatV2", "Pack", "Select
 # An op type -> the attribute, or the input, with what is put where nothing of the first input is.
 _FILLS: dict[str, str | int] = {"CropAndResize": "extrapolation_value",
                                 "ImageProjectiveTransformV3": 3}
-# Homogeneous ops that are not linear: f(x + y) is not f(x) + f(y); or not where a factor is not
-# finite, as an input of zero gives zero and parts that add up to it give none.
-_NOT_ADDITIVE = frozenset({("Abs", 0), ("Relu", 0), ("LeakyRelu", 0), ("MaxPool", 0), ("Xdivy", 0),
-                           ("Xlogy", 0), ("Xlog1py", 0), ("MulNoNan", 1)})
+# Homogeneous ops that are not linear: f(x + y) is not f(x) + f(y).
+_NOT_ADDITIVE = frozenset({"Abs", "Relu", "LeakyRelu", "MaxPool"})
+# Linear inputs that, if zero, give zero whatever the factor: parts that add up to zero do not.
+_ABSORBING = frozenset({("Xdivy", 0), ("Xlogy", 0), ("Xlog1py", 0), ("MulNoNan", 1)})
 
 
 # An op type -> the input that makes the output zero if it is zero.
@@ -100,7 +100,7 @@ def is_number(tensor: tf.Tensor) -> bool:
 
 def is_linear(operation: tf.Operation, index: int) -> bool:
     """Whether parts of a sum, as input ``index``, make parts of the outputs' sums."""
-    return (operation.type, index) not in _NOT_ADDITIVE and degree(operation, index) == 1
+    return operation.type not in _NOT_ADDITIVE and degree(operation, index) == 1
 
 
 def _fills(operation: tf.Operation) -> bool:
@@ -136,7 +136,8 @@ def plan_of_parts(op: Op, specs: Sequence[Spec]) -> Plan | None:
     takes = [SUM if spec == SUM else REPLICATED for spec in specs]
     if op.type in ADDITIVE:
         takes = [SUM if is_number(tensor) else REPLICATED for tensor in op.inputs]
-    elif len(sums) > 1 or not is_linear(op.operation, sums[0]) \
+    elif len(sums) > 1 or (op.type, sums[0]) in _ABSORBING \
+            or not is_linear(op.operation, sums[0]) \
             or op.outputs[0].dtype.real_dtype.size < op.inputs[sums[0]].dtype.real_dtype.size:
         return None
     return Plan(takes, [SUM] * len(op.outputs))
