@@ -174,8 +174,18 @@ def functions_in_attributes(node: Any) -> list[str]:
     return names
 
 
-def function_definition(graph: tf.Graph, name: str) -> Any:
+def function_of(graph: Any, name: str) -> Any:
+    """The function ``name`` that ``graph`` can call; None if unknown.
+
+    Under two tapes TensorFlow makes a branch in a function, whose caller alone knows its functions.
+    """
     function = graph._get_function(name)
+    outer = getattr(graph, "outer_graph", None)
+    return function_of(outer, name) if function is None and outer is not None else function
+
+
+def function_definition(graph: tf.Graph, name: str) -> Any:
+    function = function_of(graph, name)
     return None if function is None else function.cached_definition
 
 

@@ -72,16 +72,9 @@ def trace(fn: Callable[..., Any], specs: Sequence[Any], name: str) -> Any:
 
 def body_of(graph: tf.Graph, name: str) -> Any:
     """The graph of the function ``name``, which ``graph`` can call."""
-    function = graph._get_function(name)
+    function = functions.function_of(graph, name)
     body = getattr(function, "graph", None)
-    if body is None:
-        return _graph_of(function.cached_definition, graph)
-    for operation in body.get_operations():  # under two tapes TensorFlow makes a branch in a
-        if operation.type in functions.CALLERS:  # function, and its functions in the caller only
-            graphs.hand_on_functions(graph, body, (
-                name for name in functions.functions_in_attributes(operation.node_def)
-                if name not in body._functions and name in graph._functions))
-    return body
+    return _graph_of(function.cached_definition, graph) if body is None else body
 
 
 def _graph_of(definition: Any, graph: tf.Graph) -> Any:
@@ -184,7 +177,7 @@ def called_body(call: tf.Operation) -> Any:
     if not known:
         return body_of(call.graph, name)
     definition = tf.compat.v1.GraphDef().library.function.add()
-    definition.CopyFrom(call.graph._get_function(name).cached_definition)
+    definition.CopyFrom(functions.function_of(call.graph, name).cached_definition)
     constants = {}  # by a parameter's name, the output of the constant that replaces it
     for index, value in known.items():
         node = definition.node_def.add()

@@ -76,7 +76,7 @@ def by_names(op: Op, specs: Sequence[Spec], inputs: Sequence[Names | None],
             if isinstance(name, int) and each.times != spec.times:
                 if None not in (each.times, spec.times):
                     return None
-                spec = dataclasses.replace(spec, times=None)
+                spec = spec.uncounted
         elif isinstance(each, Sharded) and (not gathers or isinstance(name, int)
                                             and each.dim == dim):  # one of them may have one row
             return None
