@@ -76,43 +76,38 @@ class Across:
     def finish(self) -> list[str]:
         """Makes all collective operations; returns the nodes that must run on each worker."""
         order: list[str] = []
-        groups: dict[tuple[int, str], list[tuple[int, str]]] = {}
-        level_and_depth, control_flow = self._levels_and_depths()
+        groups: dict[tuple[int, str], list[str]] = {}
+        level_of, control_flow = self._levels()
         for name, crossing in self._crossings.items():
-            level, depth = level_and_depth(crossing.ref.node)
             kind = crossing.kind if crossing.kind in (SUM, GATHER) else "extreme"
-            groups.setdefault((level, kind), []).append((depth, name))
+            groups.setdefault((level_of(crossing.ref.node), kind), []).append(name)
         for level, kind in sorted({*groups, *((level, "~") for level in control_flow)}):
             if kind == "~":
                 for node in control_flow[level]:
                     self._builder.wait(node, self._last)
                     self._last = node
-            else:  # deepest first, as ``Workers`` take the last values to be ready first
-                order += self._make_group(kind, [name for _, name in sorted(
-                    groups[level, kind], key=lambda found: -found[0])])
+            else:  # in the order of ``cross``, which is that of the trace: the same on all workers
+                order += self._make_group(kind, groups[level, kind])
         return [*order, *(node for nodes in control_flow.values() for node in nodes)]
 
-    def _levels_and_depths(self) -> tuple[Callable[[str], tuple[int, int]], dict[int, list[str]]]:
-        """A function from a node to its level and depth (longest path); control flow per level."""
-        found: dict[str, tuple[int, int]] = {}
+    def _levels(self) -> tuple[Callable[[str], int], dict[int, list[str]]]:
+        """A function from a node to its level; the branches and loops of each level."""
+        found: dict[str, int] = {}
         control_flow: dict[int, list[str]] = {}
 
-        def level_and_depth(name: str) -> tuple[int, int]:
+        def level_of(name: str) -> int:
             crossing = self._crossings.get(name)
-            if crossing is None:
-                return found.get(name, (0, 0))
-            level, depth = level_and_depth(crossing.ref.node)
-            return level + 1, depth
+            return found.get(name, 0) if crossing is None else level_of(crossing.ref.node) + 1
 
         if self._crossings or self._control_flow:
             for node in self._builder.nodes.values():
-                before = [level_and_depth(text.lstrip("^").split(":")[0]) for text in node.input]
-                level = max((level for level, _ in before), default=0)
+                level = max((level_of(text.lstrip("^").split(":")[0]) for text in node.input),
+                            default=0)
                 if node.name in self._control_flow:
                     control_flow.setdefault(level, []).append(node.name)
                     level += 1
-                found[node.name] = level, 1 + max((depth for _, depth in before), default=0)
-        return level_and_depth, control_flow
+                found[node.name] = level
+        return level_of, control_flow
 
     def _make_group(self, kind: str, names: list[str]) -> list[str]:
         """Makes the collective operations of values that cross together."""

@@ -22,7 +22,7 @@ WORKERS, TOWERS = 2, 2
 class ClusterTest(machines_workers.ClusterTestCase):
     workers, towers = WORKERS, TOWERS
     same = ("verbs", "uneven-keras", "function", "loop-keras", "embedded-tf_keras", "wide-keras",
-            "handed-keras", "whole-keras", "in_batch", "looped-keras")
+            "handed-keras", "whole-keras", "in_batch", "looped-keras", "classified-tf_keras")
     cases = (*same, "ends_early", "counted-keras", "unseeded", "sharded", "random_start-keras")
 
     @parameterized.parameters(*same)

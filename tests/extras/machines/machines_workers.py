@@ -80,6 +80,17 @@ def uneven(strategy, kit):
     return fit(strategy, kit, 13, 6, validation_split=0.2)
 
 
+def classified(strategy, kit):
+    """Counts of sliced rows, which cross with gradients: a last slice has more operations."""
+    x, y, _ = data(8)
+    with strategy.scope():
+        model = kit.Sequential([kit.Input([3]), kit.layers.Dense(1, "sigmoid", True, "ones")])
+        model.compile("sgd", "binary_crossentropy", metrics=[kit.metrics.Precision(name="of")])
+    history = model.fit(x, y > .2, batch_size=8, epochs=2, shuffle=False, verbose=0)
+    return {"kernel": model.get_weights()[0], **{
+        f"log_{name}": values for name, values in history.history.items()}}
+
+
 def one_row(strategy, kit):
     return fit(strategy, kit, 1, 4)
 
@@ -571,7 +582,7 @@ def slowed(strategy, kit):
 
 KITS = {"keras": keras, "tf_keras": tf_keras}
 CASES = {f"{function.__name__}-{kit}": functools.partial(function, kit=KITS[kit])
-         for function in (uneven, one_row, whole, loss_scaled, embedded,
+         for function in (uneven, one_row, classified, whole, loss_scaled, embedded,
                           on_batch, loop, random_start, counted, wide) for kit in KITS}
 CASES["accumulated-keras"] = functools.partial(accumulated, kit=keras)
 CASES["measured-keras"] = functools.partial(measured, kit=keras)
