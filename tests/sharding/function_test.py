@@ -205,6 +205,22 @@ class FunctionTest(parameterized.TestCase):
         self.assertEqual(step(strategy.split(X), strategy.split(X[:5])), 90)
         self.assertEqual(step(strategy.split(X[:5]), strategy.split(X[:5])), 20)
 
+    def test_a_nested_function_that_replicas_call_too(self):
+        """Else the one that is traced later takes the other's trace: another number of replicas."""
+        for first in ("run", "step"):
+            strategy = strategy_of(4)
+
+            @tf.function
+            def nested(x, strategy=strategy):
+                return tf.reduce_sum(x) * strategy.num_replicas_in_sync
+
+            steps = {"step": strategy.function(nested), "run": tf.function(
+                lambda x, strategy=strategy, nested=nested: strategy.reduce(
+                    "SUM", strategy.run(lambda x: nested(x), (x,)), axis=None))}
+            results = {name: float(steps[name](strategy.split(X))) for name in sorted(
+                steps, key=lambda name, first=first: name != first)}
+            self.assertEqual(results, {"step": X.sum(), "run": 4 * X.sum()})
+
     def test_one_row_that_broadcasts(self):
         """Else the towers take its one row for all rows, and the loss is silently wrong."""
         strategy, several = strategy_of(3), tf.Variable(X[:2])

@@ -312,7 +312,9 @@ def _traced(strategy: Any, fn: Callable[..., Any], inputs: _Inputs
         return converted(*args, **kwargs)
 
     def trace(known_rows: bool) -> Any:
-        with contexts.OneReplicaContext(strategy), tf.device(None):
+        # TensorFlow shares nested functions by their devices, not by their replica context: the
+        # empty device keeps those of a step apart from those that strategy.run has traced.
+        with contexts.OneReplicaContext(strategy), tf.device(None), tf.device(""):
             return _tf.trace(one_device, inputs.type_specs(known_rows),
                              getattr(fn, "__name__", "step"))
 
