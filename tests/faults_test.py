@@ -1,5 +1,6 @@
 """What goes wrong while training: errors in one tower, in a merge, in the data, and Ctrl-C."""
 
+import contextlib
 import re
 import signal
 import threading
@@ -240,6 +241,23 @@ class FitTest(_Leaves):
             return x
 
         self.assertIn("too large", str(self.fails(kit, checks)))
+
+    @parameterized.parameters(keras, tf_keras)
+    def test_assertion_at_the_end_of_data_of_unknown_size(self, kit):
+        """Else steps are counted otherwise than on one device, so Adam and dropout differ."""
+        def loss(y, predicted):
+            tf.debugging.assert_less(tf.reduce_max(y), 1e9)
+            return tf.reduce_mean((y - predicted) ** 2)
+
+        counts, (x, y) = [], data()
+        rows = tf.data.Dataset.from_tensor_slices((x, y)).batch(8).filter(lambda *_: True)
+        for strategy in (None, two_towers()):
+            with strategy.scope() if strategy else contextlib.nullcontext():
+                model = small_models.make(kit, "functional")
+                model.compile(kit.optimizers.Adam(.01), loss)
+            model.fit(rows, epochs=2, verbose=0)
+            counts.append(int(model.optimizer.iterations.numpy()))
+        self.assertEqual(counts[0], counts[1])
 
     @wide.product(kit=[keras, tf_keras], where=["callback", "dataset"])
     def test_error_beside_the_towers(self, kit, where):

@@ -83,6 +83,15 @@ class Layout:
             layout.has_state for plan in self.plans.values() if isinstance(plan, Nested)
             for layout in plan.layouts)
 
+    def made_of(self, inputs: Sequence[bool] = ()) -> set[str]:
+        """The tensors that need these inputs of the graph; by default, all but resources."""
+        taken = inputs or [tensor.dtype != tf.resource for tensor in self.graph.inputs]
+        found = {tensor.name for tensor, is_taken in zip(self.graph.inputs, taken) if is_taken}
+        for operation in self.order:
+            if not found.isdisjoint(operation.input_names):
+                found.update(operation.output_names)
+        return found
+
     def gathered(self, operation: Op) -> int:
         """Bytes per example gathered for an operation, as far as shapes are known."""
         return sum(traffic_lib.bytes_of(tensor, spec) for tensor, spec

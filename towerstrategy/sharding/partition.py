@@ -60,10 +60,12 @@ class Partition:
         self._sum_devices: dict[str, str] = {}  # tensor -> where it is summed or gathered
         self._updates: set[str] = set()  # operations that only updates of variables need
         self._checks: list[str] = []  # nodes that write no variable and may fail: assertions
+        self._of_batch: set[str] = set()  # tensors made of the inputs
         self._stages: dict[str, int] = {}
 
     def run(self, layout: Layout, inputs: Iterable[Value],
-            controls: Sequence[str] = (), output_devices: Iterable[str] = ()) -> list[Value]:
+            controls: Sequence[str] = (), output_devices: Iterable[str] = (),
+            of_batch: Sequence[bool] = ()) -> list[Value]:
         """Makes the nodes of a graph; returns its outputs, which ``output_devices`` need."""
         self._outer_controls = list(controls)
         self._values.update(zip((tensor.name for tensor in layout.graph.inputs), inputs))
@@ -71,6 +73,7 @@ class Partition:
             name: value.device for name, value in self._values.items() if value.device},
             self.towers.merge, output_devices)
         self._updates = homes.updates(layout)
+        self._of_batch = layout.made_of(of_batch)
         self._stages = staging.stages_of(layout, self._values, self.towers)
         self._nodes = {name: [] for operation in layout.order for name in operation.controls}
         for operation in layout.order:
@@ -106,10 +109,13 @@ class Partition:
         if not (operation.controls or operation.is_stateful or operation.has_effect):
             return []
         outside = self._outer_controls if operation.is_stateful else []
-        # If an assertion ends the step, no weight may have been updated.
-        if operation.writes_variables and len(self._checks) > 1:
+        # If an assertion ends the step, no weight may have been updated.  A count of steps, which
+        # needs no batch, counts the end of the data, too, as on one device.
+        gated = operation.writes_variables and operation.type not in CALLS \
+            and not self._of_batch.isdisjoint(operation.input_names)
+        if gated and len(self._checks) > 1:
             self._checks[:] = [self.towers.builder.gate(self._checks, self.towers.host)]
-        checks = self._checks if operation.writes_variables else []
+        checks = self._checks if gated else []
         return outside + checks + [node for before in operation.controls
                                    for node in self._nodes.get(before, ())]
 
@@ -285,7 +291,8 @@ class Partition:
         """The outputs of a call, whose function body is inlined."""
         inner = self._within(towers, operation)
         inner._checks = self._checks
-        results = inner.run(layout, values, controls, self._output_devices(operation))
+        results = inner.run(layout, values, controls, self._output_devices(operation),
+                            [name in self._of_batch for name in operation.input_names])
         for value, tensor in zip(results, operation.outputs):
             value.shape = value.shape.merge_with(tensor.shape)  # the call may know more of it
         if operation.name in self._nodes:
