@@ -114,6 +114,11 @@ RIGHT = {
         + tf.cast(y[:, 0] * 2, tf.int32)) ** 2)),
     "chosen_in_rows": lambda s, w, x, y: s.scale_loss(tf.reduce_mean(tf.gather(
         tf.nn.relu(x @ w[0]) @ w[1], tf.cast(y[:, 0] * 2, tf.int32), batch_dims=1) ** 2)),
+    "chosen_by_batch_dims": lambda s, w, x, y: s.scale_loss(tf.reduce_mean(tf.gather_nd(
+        tf.nn.relu(x @ w[0]) @ w[1], tf.cast(y[:, :1] * 2, tf.int32), batch_dims=1) ** 2)),
+    "chosen_in_a_grid": lambda s, w, x, y: s.scale_loss(tf.reduce_mean(tf.gather_nd(
+        tf.nn.relu(x @ w[0]) @ w[1], tf.stack(tf.meshgrid(
+            tf.range(tf.shape(x)[0]), [0, 1], indexing="ij"), -1)) ** 2)),
     "chosen_twice": lambda s, w, x, y: tf.reduce_sum((tf.boolean_mask(
         x @ w[0] @ w[1], y[:, 0] > .4) - tf.boolean_mask(y, y[:, 0] > .4)) ** 2) / 8,
     "spectrum_of_weights": lambda s, w, x, y: tf.reduce_sum(squares(

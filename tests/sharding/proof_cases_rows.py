@@ -31,6 +31,8 @@ INDICES: dict[str, Callable[[tf.Tensor], tf.Tensor]] = {
     "by_two": lambda y: tf.stack([tf.range(0, 2 * tf.shape(y)[0], 2) // 2, y], 1),
     "columns_first": lambda y: tf.stack([y, _rows(y) % 4], 1),
     "moved_on": lambda y: tf.stack([tf.roll(_rows(y), 1, 0), y], 1),
+    "transposed": lambda y: tf.transpose([_rows(y), y]),
+    "transposed_columns": lambda y: tf.transpose([y, _rows(y) % 4]),
 }
 SEVERAL: dict[str, Callable[[tf.Tensor], tf.Tensor]] = {
     "tiled": lambda y: tf.stack([tf.tile(_rows(y)[:, None], [1, 2]), y], -1),
@@ -40,6 +42,16 @@ SEVERAL: dict[str, Callable[[tf.Tensor], tf.Tensor]] = {
                                      tf.reshape(y, [-1, 1])], 1),
     "of_columns": lambda y: tf.stack([tf.tile(tf.range(2)[None], [tf.shape(y)[0], 1]), y], -1),
     "in_turn": lambda y: tf.stack([tf.tile(_rows(y), [2]), tf.reshape(y, [-1])], 1),
+    "times_ones": lambda y: tf.stack([_rows(y)[:, None] * tf.ones_like(y), y], -1),
+    "times_others": lambda y: tf.stack([_rows(y)[:, None] * tf.cast(y > 1, y.dtype), y], -1),
+    "times_zeros": lambda y: tf.stack([tf.zeros_like(y) * _rows(y)[:, None], y], -1),
+    "plus_zeros": lambda y: tf.stack([tf.zeros_like(y) + _rows(y)[:, None], y], -1),
+    "broadcast": lambda y: tf.stack([tf.broadcast_to(_rows(y)[:, None], tf.shape(y)), y], -1),
+    "in_a_grid": lambda y: tf.stack(tf.meshgrid(_rows(y), tf.range(2), indexing="ij"), -1),
+    "across_a_grid": lambda y: tf.transpose(
+        tf.stack(tf.meshgrid(_rows(y), tf.range(2)), -1), [1, 0, 2]),
+    "stacked_first": lambda y: tf.transpose(
+        tf.stack([tf.tile(_rows(y)[:, None], [1, 2]), y]), [1, 2, 0]),
 }
 
 
@@ -109,6 +121,21 @@ def _chosen(indices: Callable[[tf.Tensor], tf.Tensor]) -> Callable[..., Any]:
         return found, tape.gradient(loss, x)
 
     return call
+
+
+def _of_each_row(x: tf.Tensor, y: tf.Tensor) -> Any:
+    """Positions of each row, as ``batch_dims`` finds them, and the gradients of that."""
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        found = tf.gather(x, y, axis=1, batch_dims=1)
+        loss = tf.reduce_sum(found ** 2 * tf.gather_nd(x, y[..., None], batch_dims=1))
+    return found, tape.gradient(loss, x)
+
+
+def _positions_of_another(x: tf.Tensor, y: tf.Tensor, others: tf.Tensor) -> Any:
+    """Positions of ``others``, which has more than ``x``, where they name the next rows."""
+    return tf.gather(others, y, axis=1, batch_dims=1), tf.gather(
+        tf.reshape(x, [-1, 3]), _rows(x)[:, None] * 4 + y)
 
 
 def _put(type: str, indices: Callable[[tf.Tensor], tf.Tensor]) -> Callable[..., Any]:
@@ -245,6 +272,10 @@ def _own_rows() -> None:
     for name, positions in POSITIONS.items():
         for type in ("GatherV2", "UnsortedSegmentSum"):
             around(type, _laid_flat(positions), real(6, 4, 3), whole(6), title=name)
+    for type in ("GatherV2", "UnsortedSegmentSum", "GatherNd", "ScatterNd"):
+        around(type, _of_each_row, real(6, 4, 3), whole(6, 2), title="of_each_row")
+    many = np.concatenate([whole(5, 2, low=4, high=8), whole(1, 2)])
+    around("GatherV2", _positions_of_another, real(6, 4, 3), many, real(6, 9, 3))
     around("GatherV2", _bags, real(6, 2, 3), real(6, 3), title="bags")
     for rows in (6, 12):
         around("Max", _guarded(lambda x, i: i % 6), real(6, 1), real(rows, 3))

@@ -22,6 +22,13 @@ from towerstrategy.sharding.rules.scaling import is_zero
 from towerstrategy.sharding.spec import REPLICATED, Chosen, Sharded, Size, Spec, of_batch
 
 
+class _Column(NamedTuple):
+    """The entries at a position along a dimension, such as the first numbers of all indices."""
+
+    dim: int
+    place: int
+
+
 class _RowNumbers(NamedTuple):
     """Ascending numbers of rows, or of positions of rows, in a tensor.
 
@@ -55,7 +62,8 @@ def in_own_rows(op: Op, specs: Sequence[Spec], indices: int, batch: int, beside:
     rows = rows.shards(rows.at) if isinstance(rows, Size) else rows
     if not isinstance(spec, Sharded):
         return None
-    numbers = _row_numbers(_unguarded(tensor, op.inputs[batch]), column)
+    numbers = _row_numbers(_unguarded(tensor, op.inputs[batch]), None if column is None
+                           or tensor.shape.rank is None else _Column(tensor.shape.rank - 1, column))
     group = spec.group if isinstance(spec.group, Chosen) else None
     if numbers is None or numbers.at != Sharded(spec.dim, spec.times) \
             or bool(numbers.chosen) != bool(group):
@@ -135,46 +143,64 @@ def _expression(tensor: tf.Tensor, depth: int) -> Any:
             *(_expression(each, depth - 1) for each in op.inputs))
 
 
-def _row_numbers(tensor: tf.Tensor, column: int | None) -> _RowNumbers | None:
+def _row_numbers(tensor: tf.Tensor, column: _Column | None = None) -> _RowNumbers | None:
     """The row numbers in a tensor, or in a column of it; None if it may hold anything else.
 
     Along dimension ``at.dim`` position i has the number ``i // at.times``.
     """
     if tensor.dtype not in (tf.int32, tf.int64) or tensor.shape.rank is None:
         return None
-    if column is not None and tensor.shape[-1] == 1:
+    if column is not None and (sizes_of(tensor) or tensor.shape)[column.dim] == 1:
         column = None
     follow = _FOLLOW.get(tensor.op.type)
     return None if follow is None else follow(tensor.op, column)
 
 
-def _range(operation: tf.Operation, _: int | None) -> _RowNumbers | None:
+def _range(operation: tf.Operation, _: _Column | None) -> _RowNumbers | None:
     start, _, step = map(_tf.constant_value, operation.inputs)
     return _RowNumbers() if start == 0 and step == 1 else None
 
 
-def _where(operation: tf.Operation, column: int | None) -> _RowNumbers | None:
+def _where(operation: tf.Operation, column: _Column | None) -> _RowNumbers | None:
     if operation.inputs[0].shape.rank == 1:
         return _RowNumbers(chosen="positions")
-    return _RowNumbers(chosen="rows") if column == 0 else None
+    return _RowNumbers(chosen="rows") if column is not None and column.place == 0 else None
 
 
-def _move(operation: tf.Operation, column: int | None) -> _RowNumbers | None:
+def _move(operation: tf.Operation, column: _Column | None) -> _RowNumbers | None:
     """The op moves row numbers as its rule moves rows; columns have to stay as they are."""
     op = Op(operation)
-    numbers = _row_numbers(op.inputs[0], _column_of_slice(op) if column is None else column)
+    before = _column_of_slice(op) if column is None else _column_before(op, column)
+    numbers = None if column is not None and before is None else _row_numbers(op.inputs[0], before)
+    return _at_output(op, 0, numbers)
+
+
+def _at_output(op: Op, place: int, numbers: _RowNumbers | None) -> _RowNumbers | None:
+    """The row numbers of input ``place``, which the op moves as its rule moves rows."""
     if numbers is None:
         return None
-    if column is not None:
-        before, after = (sizes_of(tensor) or [None] for tensor in (op.inputs[0], op.outputs[0]))
-        if op.type == "StridedSlice" or before[-1] is None or before[-1] != after[-1]:
-            return None
-    plan = plan_of(op, [numbers.at, *[REPLICATED] * (len(op.inputs) - 1)])
+    if op.type == "BroadcastTo":  # has rows where its own spec says so
+        return numbers._replace(at=numbers.at.at(
+            numbers.at.dim + op.outputs[0].shape.rank - op.inputs[0].shape.rank))
+    specs: list[Spec] = [REPLICATED] * len(op.inputs)
+    specs[place] = numbers.at
+    plan = plan_of(op, specs)
     result = plan.gives[0] if plan is not None else REPLICATED
     return numbers._replace(at=result) if isinstance(result, Sharded) and of_batch(result) else None
 
 
-def _column_of_slice(op: Op) -> int | None:
+def _column_before(op: Op, column: _Column) -> _Column | None:
+    """The column of an op's input that it moves to ``column``."""
+    if op.type == "Transpose":
+        order = entries_of(op.inputs[1])
+        return None if order is None or order[column.dim] is None else column._replace(
+            dim=int(order[column.dim]))
+    before, after = (sizes_of(tensor) or [None] for tensor in (op.inputs[0], op.outputs[0]))
+    stays = column.dim == len(after) - 1 and before and None is not before[-1] == after[-1]
+    return column._replace(dim=len(before) - 1) if stays and op.type != "StridedSlice" else None
+
+
+def _column_of_slice(op: Op) -> _Column | None:
     """The column that a slice takes of a matrix, as in ``tf.where(mask)[:, 0]``."""
     if op.type != "StridedSlice" or op.rank(0) != 2:
         return None
@@ -182,73 +208,110 @@ def _column_of_slice(op: Op) -> int | None:
     one = op.attr("shrink_axis_mask") == 2 and not op.attr("new_axis_mask")
     if not one or begin is None or begin.shape != (2,):
         return None
-    columns = op.inputs[0].shape[1]
-    return int(begin[1]) if begin[1] >= 0 else columns and int(begin[1]) % columns
+    columns, place = op.inputs[0].shape[1], int(begin[1])
+    return None if columns is None and place < 0 else _Column(
+        1, place if place >= 0 else place % columns)
 
 
-def _maximum(operation: tf.Operation, column: int | None) -> _RowNumbers | None:
+def _maximum(operation: tf.Operation, column: _Column | None) -> _RowNumbers | None:
     """``tf.maximum(numbers, 0)``, as in the gradients of segment sums."""
     numbers, zero = operation.inputs
     moves = numbers.shape.rank != operation.outputs[0].shape.rank
     return _row_numbers(numbers, column) if is_zero(zero) and not moves else None
 
 
-def _multiplied(operation: tf.Operation, column: int | None) -> _RowNumbers | None:
+def _multiplied(operation: tf.Operation, column: _Column | None) -> _RowNumbers | None:
     """The first position of each row: row numbers times the number of positions."""
     for at, tensor in enumerate(operation.inputs if column is None else ()):
-        numbers = _row_numbers(tensor, None)
+        numbers = _at_output(Op(operation), at, _row_numbers(tensor))
         factor = operation.inputs[1 - at]
-        if numbers is not None and not numbers.chosen and factor.shape.rank == 0:
-            times = _tf.constant_value(factor)
-            if times is None or numbers.times is None:
-                return numbers._replace(times=None, last=None)
+        times = _number_in(factor)
+        if numbers is not None and times is not None and numbers.times is not None \
+                and (times == 1 or not numbers.chosen):
             return None if times < 1 or numbers.last is None else numbers._replace(
-                times=numbers.times * int(times), last=numbers.last * int(times))
+                times=numbers.times * times, last=numbers.last * times)
+        if numbers is not None and not numbers.chosen and factor.shape.rank == 0:
+            return numbers._replace(times=None, last=None)
     return None
 
 
-def _added(operation: tf.Operation, column: int | None) -> _RowNumbers | None:
+def _number_in(tensor: tf.Tensor) -> int | None:
+    """The number that each entry of a tensor is; None if they may differ."""
+    kind = tensor.op.type
+    if kind in ("OnesLike", "ZerosLike"):
+        return int(kind == "OnesLike")
+    if kind in ("Fill", "BroadcastTo", "Cast", "Reshape", "ExpandDims", *AS_IT_IS):
+        return _number_in(tensor.op.inputs[int(kind == "Fill")])
+    entries = entries_of(tensor)
+    numbers = {*entries.flat} if entries is not None else set()
+    return int(numbers.pop()) if len(numbers) == 1 and None not in numbers else None
+
+
+def _added(operation: tf.Operation, column: _Column | None) -> _RowNumbers | None:
     """Positions of rows: the first position of each plus others, which stay in it if they can."""
     for at, tensor in enumerate(operation.inputs if column is None else ()):
-        numbers = _row_numbers(tensor, None)
+        other = operation.inputs[1 - at]
+        numbers = _at_output(Op(operation), at, _row_numbers(tensor))
+        if numbers is not None and _number_in(other) == 0:
+            return numbers
         if numbers is None or numbers.chosen or numbers.times == 1:
             continue
-        specs: list[Spec] = [REPLICATED, REPLICATED]
-        specs[at] = numbers.at
-        plan, added = plan_of(Op(operation), specs), entries_of(operation.inputs[1 - at])
-        if plan is None or not isinstance(plan.gives[0], Sharded):
-            return None
+        added = entries_of(other)
         if numbers.times is None or added is None or None in added:
-            return numbers._replace(at=plan.gives[0], last=None)
+            last = numbers.times - 1 if numbers.last == 0 and numbers.times is not None \
+                and _are_positions(other, numbers.times) else None
+            return numbers._replace(last=last)
         last = None if numbers.last is None else numbers.last + max(added.flat, default=0)
         inside = min(added.flat, default=0) >= 0 and (last is None or last < numbers.times)
-        return numbers._replace(at=plan.gives[0], last=last) if inside else None
+        return numbers._replace(last=last) if inside else None
     return None
 
 
-def _pack(operation: tf.Operation, column: int | None) -> _RowNumbers | None:
-    last = operation.outputs[0].shape.rank - 1
-    if column is None or operation.get_attr("axis") not in (-1, last):
-        return None
-    return _row_numbers(operation.inputs[column], None)
+def _are_positions(tensor: tf.Tensor, size: int) -> bool:
+    """Whether a gather by rows, which checks them, takes these numbers as positions below ``size``.
+
+    So they are the indices in its gradient, that of ``tf.gather(x, positions, batch_dims=1)``.
+    """
+    for consumer in map(Op, tensor.consumers()):
+        if consumer.type == "GatherV2" and consumer.inputs[1] is tensor \
+                and consumer.attr("batch_dims") > 0:
+            axes, sizes = consumer.axes(2, consumer.rank(0)), sizes_of(consumer.inputs[0])
+            if axes is not None and sizes is not None and sizes[axes[0]] == size:
+                return True
+    return False
 
 
-def _concat(operation: tf.Operation, column: int | None) -> _RowNumbers | None:
+def _pack(operation: tf.Operation, column: _Column | None) -> _RowNumbers | None:
+    axis = operation.get_attr("axis") % operation.outputs[0].shape.rank
+    if column is None:
+        column = _Column(axis, 0)  # the only one, unless there are several inputs
+        if len(operation.inputs) > 1:
+            return None
+    numbers = _row_numbers(operation.inputs[column.place]) if axis == column.dim else None
+    return numbers and numbers._replace(at=numbers.at.at(
+        numbers.at.dim + int(numbers.at.dim >= axis)))
+
+
+def _concat(operation: tf.Operation, column: _Column | None) -> _RowNumbers | None:
     *parts, axis = operation.inputs
     axis = _tf.constant_value(axis)
-    if column is None or axis is None or int(axis) not in (-1, operation.outputs[0].shape.rank - 1):
+    if column is None or axis is None \
+            or int(axis) % operation.outputs[0].shape.rank != column.dim:
         return None
+    place = column.place
     for part in parts:
-        if part.shape.rank is None or part.shape[-1] is None:
+        size = (sizes_of(part) or [None])[column.dim if part.shape.rank else 0]
+        if size is None:
             return None
-        if column < part.shape[-1]:
-            return _row_numbers(part, column)
-        column -= part.shape[-1]
+        if place < size:
+            return _row_numbers(part, column._replace(place=place))
+        place -= size
     return None
 
 
-_FOLLOW: dict[str, Callable[[tf.Operation, int | None], _RowNumbers | None]] = {
+_FOLLOW: dict[str, Callable[[tf.Operation, _Column | None], _RowNumbers | None]] = {
     "Range": _range, "Where": _where, "Maximum": _maximum, "Pack": _pack, "Mul": _multiplied,
     **dict.fromkeys(("Add", "AddV2"), _added),
     "ConcatV2": _concat, **dict.fromkeys((
-        *AS_IT_IS, "Cast", "Reshape", "Squeeze", "ExpandDims", "StridedSlice", "Tile"), _move)}
+        *AS_IT_IS, "Cast", "Reshape", "Squeeze", "ExpandDims", "StridedSlice", "Tile", "Transpose",
+        "BroadcastTo"), _move)}
