@@ -240,7 +240,11 @@ class TowerExtended(_tf.StrategyExtended):
     def _call_for_each_replica(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if self.modes.keras_step:
             return whole_batch.run(self._container_strategy(), fn, args, kwargs)
-        return calls.call_each(self._container_strategy(), fn, args, kwargs)
+        result = calls.call_each(self._container_strategy(), fn, args, kwargs)
+        for variable in self.variables():
+            if isinstance(variable, tower_local.TowerLocalVariable):
+                variable.merge_for_steps()
+        return result
 
     def _experimental_distribute_dataset(self, dataset: tf.data.Dataset,
                                          options: Any) -> tf.distribute.DistributedDataset:

@@ -226,6 +226,57 @@ class MergedWriteTest(parameterized.TestCase):
         self.assertEqual(total.numpy(), 9.)
         self.assertEqual(handles, [["CPU:1", "CPU:1", "CPU:2"]])
 
+    def test_a_step_of_all_rows_that_was_traced_before_towers_wrote(self):
+        """Else it misses what the towers count from then on, or cannot start anew."""
+        strategy = two_towers()
+        total = made(strategy, 0., synchronization=Sync.ON_READ, aggregation=Aggregation.SUM)
+
+        @strategy.function
+        def set_anew(x):
+            total.assign(tf.reduce_sum(x))
+
+        @strategy.function
+        def added(x):
+            total.assign_add(tf.reduce_sum(x))
+            return total.value()
+
+        @tf.function
+        def by_towers(x):
+            strategy.run(lambda x: total.assign_add(tf.reduce_sum(x)), (x,))
+
+        rows, seen = strategy.split(tf.constant([2., 3., 4.])), []
+        for step in (set_anew, added, by_towers, added, set_anew, by_towers, added):
+            result = step(rows)
+            seen.append(float(total.numpy() if result is None else result))
+        self.assertEqual(seen, [9., 18., 27., 36., 9., 18., 27.])
+
+    @parameterized.parameters(Aggregation.NONE, Aggregation.ONLY_FIRST_REPLICA)
+    def test_a_first_tower_without_rows(self, aggregation):
+        """Else a variable gets what a tower makes of nothing while another has all rows."""
+        strategy = towerstrategy.TowerStrategy(["CPU:1", "CPU:2"], "CPU:0", shares=[1, 3])
+        v, in_branch = (made(strategy, 5, dtype=tf.int32, aggregation=aggregation)
+                        for _ in range(2))
+
+        def step(x):
+            most = tf.cast(tf.reduce_max(x), tf.int32)
+            v.assign(most)
+            if tf.size(x) > -1:
+                in_branch.assign(most)
+
+        tf.function(lambda x: strategy.run(step, (x,)))(strategy.split(tf.constant([7.])))
+        self.assertEqual([v.numpy(), in_branch.numpy()], [7, 7])
+
+    @parameterized.parameters(Aggregation.SUM, Aggregation.MEAN)
+    def test_python_numbers_in_float64(self, aggregation):
+        """Else they are rounded to float32 on their way."""
+        strategy = two_towers()
+        v = made(strategy, 0., dtype=tf.float64, synchronization=Sync.ON_READ,
+                 aggregation=aggregation)
+        step = strategy.function(lambda: (v.assign(.1), v.assign_add(.1))[1].read_value())
+        self.assertEqual(step(), .2)
+        v.assign(.1)
+        self.assertEqual(v.numpy(), .1)
+
     @parameterized.parameters(Aggregation.SUM, Aggregation.MEAN, Aggregation.ONLY_FIRST_REPLICA)
     def test_slices_in_a_step_of_all_rows(self, aggregation):
         """Else a metric that counts by class with `scatter_nd_add` fails in `fit`."""
@@ -518,6 +569,16 @@ class UseTest(parameterized.TestCase):
             self.assertEqual(copied.device, original.device)
             self.assertEqual(plain(copied.read_value()), 9.)
         self.assertEqual((plain(v.read_value()), plain(m.read_value())), (3., 4.))
+        strategy.merge_rule(v, "max")
+        local, largest = copy.deepcopy(m), copy.deepcopy(v)
+
+        @tf.function
+        def step(x):
+            strategy.run(lambda x: (local.assign(x[0]), largest.assign(x[0]), None)[2], (x,))
+
+        step(strategy.split(tf.constant([2., 6.])))
+        self.assertEqual((local.numpy(), largest.numpy()), (8., 6.))
+        self.assertEqual(strategy.function(lambda x: local + x[0])(tf.constant([1.])), 9.)
 
     def test_repr(self):
         """Else nobody sees what a variable is and where."""

@@ -299,4 +299,4 @@ def _initialize(created: list[tuple[Any, Any]]) -> None:
             initial_value = getattr(variable, "chiefs_initial_value", initial_value)
             value = initial_value() if callable(initial_value) else initial_value
             for part in getattr(variable, "_values", (variable,)):
-                _tf.ResourceVariable.assign(part, tf.cast(value, part.dtype))
+                _tf.ResourceVariable.assign(part, tower_local.to_dtype(value, part.dtype))

@@ -87,7 +87,7 @@ def _create_tower_local(strategy: tf.distribute.Strategy, next_creator: Callable
             kwargs["name"] = f"{first}/tower_{number}/"
         with tf.device(device), _outside_towers():
             parts.append(next_creator(**kwargs))
-    return tower_local.tower_local(strategy, parts, kwargs["aggregation"])
+    return tower_local.TowerLocalVariable(strategy, parts, kwargs["aggregation"])
 
 
 def _chiefs_initial_value(workers: Workers, initial_value: Any, dtype: Any = None,

@@ -101,7 +101,9 @@ class TowerVariable(_tf.ResourceVariable):
         with tf.device(self.device):
             copied = super().__deepcopy__(memo)
         memo[id(self)] = copied
-        return into_tower_variable(copied, self._distribute_strategy)
+        copied = into_tower_variable(copied, self._distribute_strategy)
+        copied._extreme = self._extreme
+        return copied
 
     def __repr__(self) -> str:
         value = ""

@@ -41,9 +41,30 @@ class TowerLocalVariable(_tf.SyncOnReadVariable):
     # For SUM with several machines: the part that steps with all rows write; equal on all machines.
     _shared_part: Any = None
     _has_parts = True  # whether parts other than the first may be nonzero
-    # Whether towers wrote their parts, in `strategy.run`; the graphs of steps that merge them.
+    # Whether towers wrote their parts, in `strategy.run`; the graphs of steps that merge them;
+    # whether there are steps that do not, which were traced before.
     _towers_wrote = False
     _merged_in: weakref.WeakSet[Any]
+    _some_steps_do_not_merge = False
+
+    def __init__(self, strategy: tf.distribute.Strategy, values: list[tf.Variable],
+                 aggregation: tf.VariableAggregation, *args: Any, **kwargs: Any) -> None:
+        super().__init__(strategy, values, aggregation, *args, **kwargs)
+        self._merged_in = weakref.WeakSet()
+        if tf.executing_eagerly():
+            self._has_parts = any(part.numpy().any() for part in values[1:])
+        if self._is_total and strategy.extended.workers is not None:
+            with tf.device(strategy.extended.merge_device), tf.init_scope():
+                self._shared_part = _tf.ResourceVariable(
+                    tf.zeros(values[0].shape, values[0].dtype), trainable=False)
+        strategy.extended.track(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TowerLocalVariable:
+        copied = super().__deepcopy__(memo)
+        copied._extreme, copied._towers_wrote = self._extreme, self._towers_wrote
+        if self._shared_part is not None:
+            copied._shared_part.assign(self._shared_part)
+        return copied
 
     def _get(self) -> Any:
         part = self._current_part()
@@ -61,19 +82,28 @@ class TowerLocalVariable(_tf.SyncOnReadVariable):
 
     def _merge_parts(self) -> None:
         """In a step with all rows, gives the first part the aggregate: once in a graph."""
-        mean = self.aggregation is one_copy.Aggregation.MEAN and self.dtype.is_floating
         graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
-        merges = self._towers_wrote and (self._extreme or self._is_total or mean)
-        if not merges or graph in self._merged_in \
-                or self._distribute_strategy.extended.workers is not None:
+        if not self._towers_wrote:
+            self._some_steps_do_not_merge = True
+        elif graph not in self._merged_in:
+            self._merge()
+            if graph is not None:
+                self._merged_in.add(graph)
+
+    def merge_for_steps(self) -> None:
+        """At the end of ``strategy.run``, does so for the steps that do not do it themselves."""
+        if self._some_steps_do_not_merge and self._towers_wrote:
+            self._merge()
+
+    def _merge(self) -> None:
+        mean = self.aggregation is one_copy.Aggregation.MEAN and self.dtype.is_floating
+        if self._distribute_strategy.extended.workers is not None:
             return
         if self._extreme:
             self.spread(self._get_cross_replica())
-        else:
+        elif self._is_total or mean:
             total = merging.total([part.value() for part in self._values])
             self.spread(total / len(self._values) if mean else total)
-        if graph is not None:
-            self._merged_in.add(graph)
 
     @property
     def _whole(self) -> Any:
@@ -126,7 +156,7 @@ class TowerLocalVariable(_tf.SyncOnReadVariable):
             if self._is_total:
                 return self._write_whole(method, value, use_locking, name, read_value)
             step = tf.add if method == "assign_add" else tf.subtract
-            return self._assign_for_all(step(self._whole, tf.cast(value, self.dtype)), read_value)
+            return self._assign_for_all(step(self._whole, to_dtype(value, self.dtype)), read_value)
         if not self._assigned_from_outside():
             self._has_parts = self._towers_wrote = True
             value = self._neutral_if_empty(value, lambda: tf.zeros([], self.dtype))
@@ -134,7 +164,7 @@ class TowerLocalVariable(_tf.SyncOnReadVariable):
         if not self._distribute_strategy.extended.first_replica:  # the first tower's part only
             part = self._values[0]
             with tf.device(part.device):
-                getattr(_tf.ResourceVariable, method)(part, tf.cast(value, self.dtype),
+                getattr(_tf.ResourceVariable, method)(part, to_dtype(value, self.dtype),
                                                       read_value=False)
         return self if read_value else None
 
@@ -174,7 +204,7 @@ class TowerLocalVariable(_tf.SyncOnReadVariable):
     def _assign_for_all(self, value: Any, read_value: bool) -> Any:
         """Assigns ``value`` to the aggregate, in a step with all rows or outside of towers."""
         contexts.writer_of(self)
-        self.spread(tf.cast(tf.convert_to_tensor(value), self.dtype),
+        self.spread(to_dtype(value, self.dtype),
                     known_zero=(contexts.has_all_rows() and self._is_total and not self._has_parts))
         return self if read_value else None
 
@@ -206,6 +236,11 @@ class TowerLocalVariable(_tf.SyncOnReadVariable):
     __str__ = __repr__
 
 
+def to_dtype(value: Any, dtype: tf.DType) -> tf.Tensor:
+    """``value`` with a dtype; a number in Python is not rounded to float32 before."""
+    return tf.cast(value, dtype) if tf.is_tensor(value) else tf.convert_to_tensor(value, dtype)
+
+
 for _method in dir(_tf.ResourceVariable):
     if _method.startswith(("scatter_", "batch_scatter_")):
         setattr(TowerLocalVariable, _method,
@@ -224,19 +259,4 @@ def make_tower_local(strategy: tf.distribute.Strategy,
             parts.append(_tf.ResourceVariable(
                 value, trainable=variable.trainable, dtype=variable.dtype,
                 name=f"{variable.name.split(':')[0]}/tower_{number}"))
-    return tower_local(strategy, parts, variable.aggregation)
-
-
-def tower_local(strategy: tf.distribute.Strategy, parts: list[tf.Variable],
-                aggregation: tf.VariableAggregation) -> TowerLocalVariable:
-    """A tower-local variable of ``strategy`` with these parts, one per tower."""
-    variable = TowerLocalVariable(strategy, parts, aggregation)
-    variable._merged_in = weakref.WeakSet()
-    if tf.executing_eagerly():
-        variable._has_parts = any(part.numpy().any() for part in parts[1:])
-    if variable._is_total and strategy.extended.workers is not None:
-        with tf.device(strategy.extended.merge_device), tf.init_scope():
-            variable._shared_part = _tf.ResourceVariable(tf.zeros(parts[0].shape, parts[0].dtype),
-                                                   trainable=False)
-    strategy.extended.track(variable)
-    return variable
+    return TowerLocalVariable(strategy, parts, variable.aggregation)

@@ -7,9 +7,9 @@ slices, to write, on the variable's home:
 aggregation            value written
 =====================  ===================================================================
 NONE, MEAN (floats)    the mean over the towers, each counted by its share of the batch
-NONE (other dtypes)    tower 0's value
+NONE (other dtypes)    the first tower's that has rows
 SUM                    the sum over the towers that have rows
-ONLY_FIRST_REPLICA     tower 0's value
+ONLY_FIRST_REPLICA     the first tower's that has rows
 =====================  ===================================================================
 
 With ``strategy.merge_rule``, it is the largest, or smallest, value.
@@ -63,7 +63,8 @@ def value(variable: Any, values: Sequence[Any], shares: shares_lib.Shares,
         if rule == "mean":
             return merging.mean(values, shares)
         if rule == "first":
-            return values[0] if variable._alike_on_all else shares.firsts(values[0])
+            return values[0] if variable._alike_on_all else shares.firsts(
+                merging.first_of_filled(values, shares))
         return merging.extreme(rule, values, shares)
 
 
@@ -127,7 +128,7 @@ def value_alone(variable: Any, values: list[Any], shares: shares_lib.Shares,
     """
     rule = rule_of(variable)
     if rule == "first":
-        return values[0]
+        return unless_empty(merging.first_of_filled(values, shares), shares, before)
     if rule in merging.EXTREMES:
         return merging.extreme(rule, [*values, before], shares)
     if shares.may_be_empty:
