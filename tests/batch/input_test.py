@@ -128,6 +128,8 @@ class ElementTest(parameterized.TestCase):
         shuffled = [lambda seed=seed: Dataset.range(16).shuffle(16, seed=seed) for seed in (1, 2)]
         for make in (lambda: windows.shuffle(16, seed=1).batch(4),
                      lambda: windows.shuffle(16, seed=1).batch(4).map(lambda x: (x, x[:, 0])),
+                     lambda: Dataset.zip(tuple(make().batch(3).prefetch(1) for make in shuffled)),
+                     lambda: Dataset.zip((shuffled[0]().batch(2), shuffled[1]().batch(3))).take(4),
                      lambda: Dataset.zip((shuffled[0]().batch(2, drop_remainder=True),
                                           shuffled[1]().batch(4, drop_remainder=True)))):
             orders = []
@@ -142,6 +144,33 @@ class ElementTest(parameterized.TestCase):
                                 for leaf in tf.nest.flatten(element)]
                                for element in strategy.experimental_distribute_dataset(dataset)])
             tf.nest.map_structure(np.testing.assert_array_equal, *orders)
+
+    def test_what_is_zipped_in_a_function(self):
+        """Else an error about a tensor of another graph, as its sizes are looked for too early."""
+        strategy = two_towers()
+
+        @tf.function
+        def total():
+            result = 0.
+            for x, y in strategy.experimental_distribute_dataset(
+                    Dataset.zip((batches(8, 4), batches(8, 4)))):
+                result += tf.cast(strategy.reduce(
+                    "SUM", strategy.run(lambda x, y: tf.reduce_sum(x + y), (x, y)), axis=None),
+                    tf.float32)
+            return result
+
+        self.assertEqual(total(), 56)
+
+    def test_ragged_rows_of_one_length(self):
+        """Else the pipeline fails, as it cannot run the assertions of their slices."""
+        rows = tf.RaggedTensor.from_uniform_row_length(tf.ragged.constant(
+            [[i] * (i % 3) for i in range(14)]), 2)
+        strategy = two_towers()
+        for batch, parts in zip(Dataset.from_tensor_slices(rows).batch(4),
+                                strategy.experimental_distribute_dataset(
+                                    Dataset.from_tensor_slices(rows).batch(4)), strict=True):
+            self.assertEqual(tf.concat(strategy.experimental_local_results(parts), 0).to_list(),
+                             batch.to_list())
 
     def test_one_trace_for_all_batches(self):
         """Else the last, smaller batch traces the step again."""

@@ -56,6 +56,21 @@ def inputs_of_dataset(dataset: tf.data.Dataset) -> list[tf.data.Dataset]:
     return list(dataset._inputs())
 
 
+def batch_size(dataset: tf.data.Dataset) -> int | None:
+    """The rows of a dataset's first element if it makes batches; None if there may be fewer."""
+    size = getattr(dataset, "_batch_size", None)
+    size = None if size is None else tf.get_static_value(size)
+    if size is None or size.ndim:
+        return None
+    examples = int(dataset._inputs()[0].cardinality())
+    return int(size) if examples >= size or examples == tf.data.INFINITE_CARDINALITY else None
+
+
+def has_functions(dataset: tf.data.Dataset) -> bool:
+    """Whether a dataset calls a function with each element."""
+    return bool(dataset._functions())
+
+
 def map_in_place(dataset: tf.data.Dataset, function: Callable[..., Any]) -> tf.data.Dataset:
     """``dataset.map(function)`` in the caller's thread: 10 us per element instead of 100."""
     return map_op._MapDataset(dataset, function, use_inter_op_parallelism=False)

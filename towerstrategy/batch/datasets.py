@@ -39,10 +39,12 @@ def split_dataset(dataset: tf.data.Dataset, towers: int, ready: int = READY,
 def _batch_numbers(dataset: Any) -> list[int] | None:
     """For each component, the number of the batch that it belongs to; None if there is only one.
 
-    An element has several batches if datasets with different batch sizes were zipped.
+    An element has several batches if datasets with different batch sizes were zipped.  Of a dataset
+    made in a ``tf.function``, that is not known before it runs.
     """
-    if not isinstance(dataset, tf.data.Dataset) or not _zips_different_sizes(
-            dataset, len(tf.nest.flatten(dataset.element_spec))):
+    if not isinstance(dataset, tf.data.Dataset) \
+            or tf.is_symbolic_tensor(tf.data.experimental.to_variant(dataset)) \
+            or not _zips_different_sizes(dataset, len(tf.nest.flatten(dataset.element_spec))):
         return None
     rows = _rows_of_first_element(dataset)
     sizes = list(dict.fromkeys(count for count in rows if count is not None))
@@ -73,14 +75,30 @@ def _adds_dimension(before: Any, after: Any) -> bool:
 
 def _rows_of_first_element(dataset: tf.data.Dataset) -> list[int | None]:
     """The number of rows of each component of the first element; [] if there is no element."""
-    # Reads no element if the spec has the numbers: a dataset that shuffles counts its readers.
-    shapes = [tf.TensorShape(getattr(leaf, "shape", None))
-              for leaf in tf.nest.flatten(dataset.element_spec)]
-    if all(shape.rank is not None and None not in shape[:1] for shape in shapes):
-        return [shape[0] if shape.rank else None for shape in shapes]
+    # Reads no element if it can: a dataset that shuffles counts its readers.
+    known = _known_rows(dataset)
+    if known is not None:
+        return known
     with tf.init_scope():
         return [int(rows_lib.rows_in(leaf)) if rows_lib.has_rows(leaf) and leaf.shape.rank else None
                 for element in dataset.take(1) for leaf in tf.nest.flatten(element)]
+
+
+def _known_rows(dataset: tf.data.Dataset) -> list[int | None] | None:
+    """As :func:`_rows_of_first_element`; None if the datasets themselves do not say it."""
+    spec, inputs = dataset.element_spec, _tf.inputs_of_dataset(dataset)
+    shapes = [tf.TensorShape(getattr(leaf, "shape", None)) for leaf in tf.nest.flatten(spec)]
+    if all(shape.rank is not None and None not in shape[:1] for shape in shapes):
+        return [shape[0] if shape.rank else None for shape in shapes]
+    size = _tf.batch_size(dataset)
+    if size is not None:
+        return [size] * len(shapes)
+    if _tf.has_functions(dataset) or sum(
+            len(tf.nest.flatten(each.element_spec)) for each in inputs) != len(shapes) or (
+            len(inputs) == 1 and inputs[0].element_spec != spec):
+        return None
+    rows = [_known_rows(each) for each in inputs]  # of one, such as a prefetch; of several, a zip
+    return None if None in rows else [count for each in rows for count in each or ()]
 
 
 def group_dataset(dataset: tf.data.Dataset, towers: int, ready: int = READY) -> TowerDataset:

@@ -131,6 +131,12 @@ def rows_between(tensor: Any, start: Rows, size: Rows) -> Any:
         part = tf.sparse.slice(tensor, begin, tf.concat([[tf.cast(size, tf.int64)], rest], 0))
         part.set_shape([size if isinstance(size, int) else None, *tensor.shape[1:]])
         return part
+    if isinstance(tensor, tf.RaggedTensor):  # its own slices may assert, which pipelines cannot
+        splits, length = tensor.row_splits[start:start + size + 1], tensor.uniform_row_length
+        values = rows_between(tensor.values, splits[0], splits[-1] - splits[0])
+        return tf.RaggedTensor.from_row_splits(
+            values, splits - splits[0], validate=False) if length is None \
+            else tf.RaggedTensor.from_uniform_row_length(values, length, size, validate=False)
     return tensor[start:start + size]
 
 
