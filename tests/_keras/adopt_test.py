@@ -1,5 +1,6 @@
 """Adopting a model that was built outside of the strategy's scope."""
 
+import contextlib
 from unittest import mock
 
 import keras
@@ -263,6 +264,34 @@ class RefusedTest(parameterized.TestCase):
             np.testing.assert_allclose(predicted, expected, rtol=1e-5)
             np.testing.assert_allclose(model.predict_on_batch(x), expected, rtol=1e-5)
         np.testing.assert_allclose(model.predict_on_batch(x), expected, rtol=1e-5)
+
+    @wide.product(kit=[keras, tf_keras], before=["no scope", "another scope"])
+    def test_predicting_without_adoption_after_another_prediction(self, kit, before):
+        """Lost otherwise: the whole batch, of which each tower takes its rows for all."""
+        inputs = kit.Input([1])
+        model = kit.Model(inputs, kit.layers.Lambda(lambda x: x - tf.reduce_mean(x, 0))(inputs))
+        x = np.arange(8, dtype="float32")[:, None]
+        other = TowerStrategy(["CPU:3", "CPU:4"])
+        with other.scope() if before == "another scope" else contextlib.nullcontext():
+            expected = model.predict(x, verbose=0)
+        with self.strategy.scope():
+            np.testing.assert_allclose(model.predict(x, verbose=0), expected, atol=1e-6)
+            np.testing.assert_allclose(expected, x - 3.5)
+
+    @IN_TURN
+    def test_metrics_that_are_made_after_compile(self, kit):
+        """Lost otherwise: a model whose own ``metrics`` need what is made behind ``compile``."""
+        class Model(kit.Sequential):
+            @property
+            def metrics(self):
+                return [self.trackers["loss"]]
+
+        with self.strategy.scope():
+            model = Model([kit.Input([3]), kit.layers.Dense(1)])
+            model.compile("sgd", "mse")
+            model.trackers = {"loss": kit.metrics.Mean(name="loss")}
+        model.layers[0].trainable = False
+        self.assertIn("0 trained weights", self.strategy.describe(model))
 
     @IN_TURN
     def test_another_strategys(self, kit):

@@ -175,6 +175,23 @@ class UpdateTest(parameterized.TestCase):
                 found, trained(KITS[kit], KERNELS["momentum"], None, **options)[0])
             self.assertEmpty(kernels(operations))
 
+    def test_a_momentum_that_is_switched_off(self):
+        """Else the kernel writes slots that Keras leaves as they are until it is on again."""
+        results = []
+        for strategy in (None, towerstrategy.TowerStrategy(["CPU:0", "CPU:1"])):
+            with strategy.scope() if strategy else contextlib.nullcontext():
+                model = keras.Sequential([keras.Input([2]), keras.layers.Dense(
+                    1, kernel_initializer="ones")])
+                optimizer = keras.optimizers.SGD(.1, momentum=.9)
+            for momentum in (.9, 0., .9):
+                optimizer.momentum = momentum
+                with strategy.scope() if strategy else contextlib.nullcontext():
+                    model.compile(optimizer, "mse")
+                model.fit(np.ones([4, 2]), np.ones([4]), verbose=0)
+            results.append(model.get_weights())
+        for one, towers in zip(*results):
+            np.testing.assert_allclose(towers, one, rtol=1e-6)
+
     def test_own_way_to_write(self):
         """Else an optimizer that looks at what it writes sees nothing."""
         written = []

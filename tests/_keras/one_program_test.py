@@ -214,6 +214,70 @@ class OneProgramTest(parameterized.TestCase):
         for got, wanted in zip(fitted(towers()), fitted(None), strict=True):
             np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6)
 
+    @wide.product(kit=list(KITS), of=["own moments", "half", "a tensor for training"])
+    def test_batch_norm_as_keras_has_it(self, kit, of):
+        """Else a kernel takes the place of what a user's layer does, or fails."""
+        def make(kit):
+            class Layer(kit.layers.BatchNormalization):
+                if of == "own moments":
+                    def _moments(self, *args, **kwargs):
+                        return tuple(each * .5 for each in super()._moments(*args, **kwargs))
+
+                def call(self, inputs, training=None, mask=None):
+                    if of == "a tensor for training" and kit is tf_keras:
+                        training = tf.reduce_sum(inputs) > -9. if training else False
+                    return super().call(inputs, training=training, mask=mask)
+
+            layer = Layer(dtype="float16" if of == "half" and kit is keras else None)
+            model = kit.Sequential([kit.Input([4]), layer, kit.layers.Dense(2, dtype="float32")])
+            model.compile(kit.optimizers.SGD(.1), "mse")
+            return model
+
+        if of == "half":  # its statistics are rounded to three digits
+            wanted, got = (trained(KITS[kit], make, where) for where in (None, towers()))
+            tf.nest.map_structure(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-3),
+                                  got, wanted)
+        else:
+            self.assert_as_one_device(kit, make)
+
+    def test_outputs_that_depend_on_training(self):
+        """Else metrics are made for what a model predicts, and count something else in ``fit``."""
+        class Model(keras.Model):
+            def __init__(self):
+                super().__init__()
+                self.out = keras.layers.Dense(2, "softmax")
+
+            def call(self, x, training=False):
+                return self.out(x) if training else tf.argmax(self.out(x), -1)[:, None]
+
+        logs = []
+        for strategy in (None, towers()):
+            keras.utils.set_random_seed(1)
+            with strategy.scope() if strategy else contextlib.nullcontext():
+                model = Model()
+                model.compile("sgd", "sparse_categorical_crossentropy", metrics=["accuracy"])
+            logs.append(model.fit(X, Y[:, :1] > .5, batch_size=8, shuffle=False,
+                                  verbose=0).history["accuracy"])
+        np.testing.assert_allclose(*logs, rtol=1e-6)
+
+    def test_a_step_set_on_the_model(self):
+        """Else the model is built for the data, not for what its step makes of it."""
+        def make(kit):
+            model = kit.Sequential([kit.layers.Dense(2)])
+            of_keras = model.train_step
+            model.train_step = lambda data: of_keras((tf.concat([data[0]] * 2, 1), data[1]))
+            model.compile(kit.optimizers.SGD(.1), "mse")
+            return model
+
+        weights = []
+        for strategy in (None, towers()):
+            keras.utils.set_random_seed(1)
+            with strategy.scope() if strategy else contextlib.nullcontext():
+                model = make(keras)
+            model.fit(X, Y, batch_size=8, shuffle=False, verbose=0)
+            weights.append(model.get_weights())
+        np.testing.assert_allclose(weights[1][0], weights[0][0], rtol=1e-5, atol=1e-6)
+
     @IN_TURN
     def test_eagerly_prints_once(self, kit):
         """Else who debugs a step sees a part of the batch."""

@@ -137,7 +137,7 @@ def optimizer_slots(model: Any) -> list[Any]:
             with tf.device("CPU:0"):
                 optimizer.build(model.trainable_variables)
         variables += state.optimizer_variables(optimizer)
-    return variables
+    return list({id(variable): variable for variable in variables}.values())
 
 
 def _is_imported(package: str, last_module: str) -> bool:

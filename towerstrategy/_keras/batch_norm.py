@@ -13,6 +13,7 @@ layers with ``synchronized=True``.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +22,7 @@ import tensorflow as tf
 from towerstrategy import _tensorflow as _tf, contexts
 
 LEAST_EPSILON = 1e-5  # cuDNN takes no smaller one
-_UNSUPPORTED = "renorm", "virtual_batch_size"  # attributes; not every release has them
+_UNSUPPORTED = "renorm", "virtual_batch_size", "adjustment"  # attributes of some releases
 
 
 def call(original: Callable[..., Any], self: Any, inputs: Any, training: Any = None,
@@ -29,10 +30,10 @@ def call(original: Callable[..., Any], self: Any, inputs: Any, training: Any = N
     """The hook for ``BatchNormalization.call``."""
     context, axis = contexts.current(), tf.nest.flatten(self.axis)
     all_rows = contexts.has_all_rows()
-    if context is None or not training or mask is not None or tf.executing_eagerly() \
-            or not _has_several_towers(context.strategy) or not self.trainable or len(axis) > 1 \
-            or any(getattr(self, name, None) for name in _UNSUPPORTED) \
-            or self.synchronized and not all_rows:
+    if context is None or tf.is_tensor(training) or not training or mask is not None \
+            or tf.executing_eagerly() or not _has_several_towers(context.strategy) \
+            or not self.trainable or len(axis) > 1 or self.synchronized and not all_rows \
+            or any(getattr(self, name, None) for name in _UNSUPPORTED) or _overrides(type(self)):
         return original(self, inputs, training=training, mask=mask)
     x = tf.cast(inputs, self.compute_dtype)
     by_tower = all_rows and not self.synchronized \
@@ -53,6 +54,16 @@ def call(original: Callable[..., Any], self: Any, inputs: Any, training: Any = N
     return output
 
 
+def _overrides(layer: type) -> bool:
+    """Whether a subclass of Keras' layer has a helper of its own, such as ``_moments``."""
+    of_keras = next(each for each in layer.__mro__
+                    if each.__module__.startswith(("keras.", "tf_keras.")))
+    helpers = (name for name in dir(of_keras) if name.startswith("_")
+               and not name.startswith("__") and callable(getattr(of_keras, name)))
+    return any(inspect.getattr_static(layer, name) is not inspect.getattr_static(of_keras, name)
+               for name in helpers)
+
+
 def _has_several_towers(strategy: tf.distribute.Strategy) -> bool:
     extended = strategy.extended
     return len(extended.worker_devices) > 1 or extended.workers is not None
@@ -62,6 +73,7 @@ def _has_kernel(layer: Any, x: tf.Tensor, axis: int) -> bool:
     """Whether TensorFlow's kernel supports the call, and tf_keras does not call it by itself."""
     return (not getattr(layer, "fused", False) and x.shape.rank in (2, 4)
             and axis % x.shape.rank == x.shape.rank - 1 and x.dtype.size < 8
+            and tf.as_dtype(layer.moving_mean.dtype) == tf.float32
             and layer.epsilon >= LEAST_EPSILON)
 
 

@@ -28,7 +28,10 @@ def variables_of(model: Any, names: Any) -> list[Any]:
 
 def metrics_of(model: Any, names: Any) -> list[Any]:
     """The model's metrics, with those that ``compile`` got and that are not built yet."""
-    listed = getattr(model, "metrics", None)  # a user's property may fail before the first step
+    try:
+        listed = model.metrics
+    except Exception:  # a user's property may fail before the first step
+        listed = None
     metrics = [*(names.MODEL.metrics.fget(model) if listed is None else listed),
                *names.compiled_metrics(model)]
     return list({id(part): part for part in metrics if isinstance(part, names.METRIC)}.values())
@@ -77,9 +80,9 @@ def lines(strategy: tf.distribute.Strategy, model: Any, names: Any) -> list[Line
     metrics = metrics_of(model, names)
     of_metrics = {id(variable) for metric in metrics for variable in metric.variables}
     others = [variable for variable in model.variables if id(variable) not in of_metrics]
-    trained = sum(variable.trainable for variable in others)
-    return [(f"{trained:,} trained weights", "one copy", "gradients: sum of all rows'"),
-            *(_line(variable) for variable in others if not variable.trainable),
+    trained = {id(variable) for variable in model.trainable_weights}
+    return [(f"{len(trained):,} trained weights", "one copy", "gradients: sum of all rows'"),
+            *(_line(variable) for variable in others if id(variable) not in trained),
             *(_line(variable, metric.name) for metric in metrics for variable in metric.variables)]
 
 

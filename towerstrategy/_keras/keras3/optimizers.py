@@ -60,4 +60,6 @@ def _rule(optimizer: Any) -> one_pass.Rule | None:
     if any(getattr(getattr(optimizer, name), "__func__", None)
            is not getattr(tf_optimizer.TFOptimizer, name) for name in writes):
         return None
+    if not getattr(optimizer, "momentum", True) and getattr(optimizer, "momentums", None):
+        return None  # Keras leaves slots of an earlier momentum alone, the kernel would write them
     return _KERNELS.get(getattr(optimizer.update_step, "__func__", None))

@@ -8,12 +8,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import threading
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import keras
 import tensorflow as tf
-from keras.src import tree
+from keras.src import backend, tree
 from keras.src.trainers import trainer as base_trainer
 
 from towerstrategy import _tensorflow as _tf, contexts
@@ -135,10 +137,10 @@ def make_predict_function(original: Callable[..., Any], self: Any, force: bool =
 
 
 def _make_predict(original: Callable[..., Any], self: Any, force: bool) -> Any:
-    before = self.predict_function
     with _without_jit_of_step(self) as compiles:
         result, step = original(self, force), self.predict_function
-    if step is before or not kind.is_tower_strategy(self.distribute_strategy):
+    if hasattr(step, "takes_iterators") \
+            or not kind.is_tower_strategy(self.distribute_strategy):
         return result
     take = _with_get_next(self, step)
 
@@ -173,14 +175,31 @@ def symbolic_build(original: Callable[..., Any], self: Any, iterator: Any = None
     if self.train_function is None:
         # The optimizer is built here, for weights that may have been built outside of the scope.
         adopting.adopt_state(strategy, self, names)
-    if any(getattr(type(self), step) is not getattr(names.TRAINER, step)
+    if any(getattr(type(self), step) is not getattr(names.TRAINER, step) or step in vars(self)
            for step in ("train_step", "test_step")):
         return
     if iterator is not None:
         data_batch = _batch_spec(iterator._distributed_dataset.element_spec)
     with contextlib.suppress(Exception), strategy.scope(), _with_known_outputs(self), \
             _optimizer_behind_layers(self):
-        self._symbolic_build(data_batch=data_batch)
+        if type(self).call in names.GRAPH_CALLS or _ignores_training(self, data_batch):
+            self._symbolic_build(data_batch=data_batch)
+
+
+def _ignores_training(model: Any, data_batch: Any) -> bool:
+    """Whether a model's outputs are alike in training, in which it is built here if it is not.
+
+    Keras builds the rest for those of a prediction, a step of ``fit`` for those of training.
+    """
+    if _is_built(model) and model._compile_metrics is None:
+        return True
+    x, *_ = keras.utils.unpack_x_y_sample_weight(tree.map_structure(
+        lambda spec: spec and keras.KerasTensor(spec.shape, spec.dtype), data_batch))
+    trained, predicted = (tree.map_structure(
+        lambda output: (tuple(output.shape), output.dtype),
+        backend.compute_output_spec(model, x, training=training))
+        for training in (True, False))
+    return bool(trained == predicted)
 
 
 def _is_built(model: Any) -> bool:
@@ -209,8 +228,10 @@ def _with_known_outputs(model: Any) -> contextlib.AbstractContextManager[None]:
             or not _is_built(model) or any(
                 None in each.shape[1:] or each.sparse for each in tree.flatten(outputs)):
         return contextlib.nullcontext()
-    return _tf.patched(model, call=lambda *_, **__: tree.map_structure(
-        lambda each: tf.compat.v1.placeholder(each.dtype, each.shape), outputs))
+    call, thread = model.call, threading.get_ident()
+    return _tf.patched(model, call=lambda *args, **kwargs: tree.map_structure(
+        lambda each: tf.compat.v1.placeholder(each.dtype, each.shape), outputs)
+        if threading.get_ident() == thread else call(*args, **kwargs))
 
 
 def _batch_spec(element_spec: Any) -> Any:

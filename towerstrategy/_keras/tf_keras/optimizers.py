@@ -27,8 +27,8 @@ _KERNELS: dict[Any, one_pass.Rule] = {
 
 
 def get_reduction(original: Callable[..., Any], self: Any) -> Any:
-    """The hook for ``Loss._get_reduction``: allows means in a step that has all rows."""
-    if not contexts.has_all_rows():
+    """The hook for ``Loss._get_reduction``: allows means of all rows, in a step or outside."""
+    if not contexts.has_all_rows() and contexts.outside_of_towers() is None:
         return original(self)
     with _tf.no_strategy():
         return original(self)

@@ -66,8 +66,12 @@ def _on_towers(model: Any, name: str, step: Callable[..., Any]) -> Callable[...,
 
     @_tf.with_short_tracebacks
     def function(iterator: Any) -> Any:
-        return strategy.extended.call_step(step, iterator, compiles,
-                                           model if name == "train_function" else None)
+        # A model that is not adopted predicts on the towers of the current scope's strategy.
+        current = model.distribute_strategy if name == "predict_function" else strategy
+        if not kind.is_tower_strategy(current):
+            return step(iterator)
+        return current.extended.call_step(step, iterator, compiles,
+                                          model if name == "train_function" else None)
 
     function.runs_steps_of = strategy  # type: ignore[attr-defined]
     return function
