@@ -62,6 +62,7 @@ class ClusterTest(machines_workers.ClusterTestCase):
     def test_shuffled_without_a_seed(self):
         """Else fit, which shuffles, trains on some rows twice and on others never."""
         self.assertCountEqual(self.seen("unseeded")["rows"], range(23))
+        self.seen("drawn")  # Python's draws, by which Keras shuffles a PyDataset, are the same
 
     def test_sharding(self):
         """Else rows are trained on twice or never, or a step has more rows than its batch."""

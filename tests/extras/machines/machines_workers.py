@@ -17,6 +17,7 @@ import functools
 import json
 import os
 import pathlib
+import random
 import signal
 import socket
 import subprocess
@@ -680,6 +681,7 @@ class ClusterTestCase(parameterized.TestCase):
 
 
 def work(worker, addresses, towers, folder, cases):
+    random.seed()  # the workers are forks, which draw alike
     os.environ["TF_CONFIG"] = json.dumps({"cluster": {"worker": addresses},
                                           "task": {"type": "worker", "index": worker}})
     options = tf.distribute.experimental.CommunicationOptions(timeout_seconds=SECONDS)
@@ -687,6 +689,7 @@ def work(worker, addresses, towers, folder, cases):
     towers = towers if shares is None else len(shares)
     strategy = towerstrategy.TowerStrategy(towerstrategy.split_cpu(towers + 1)[1:], "CPU:0",
                                            shares=shares, communication_options=options)
+    np.savez(pathlib.Path(folder) / f"drawn_{worker}.npz", by_python=random.random())
     for case in cases:
         print(f"worker {worker}: {case}", flush=True)
         np.savez(pathlib.Path(folder) / f"{case}_{worker}.npz",

@@ -103,6 +103,7 @@ class Machines(Workers):
         differing = self.sum([tf.constant(int(seed is None or local != chiefs))])[0]
         if int(differing):
             tf.random.set_seed(chiefs)
+            random.seed(chiefs)  # by which Keras shuffles the batches of a Sequence or PyDataset
 
     def sum(self, values: Sequence[Any]) -> list[Any]:
         """The sums of ``values`` over the workers: an all-reduce for each pack of small tensors.
