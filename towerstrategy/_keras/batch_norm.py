@@ -60,8 +60,8 @@ def _overrides(layer: type) -> bool:
                     if each.__module__.startswith(("keras.", "tf_keras.")))
     helpers = (name for name in dir(of_keras) if name.startswith("_")
                and not name.startswith("__") and callable(getattr(of_keras, name)))
-    return any(inspect.getattr_static(layer, name) is not inspect.getattr_static(of_keras, name)
-               for name in helpers)
+    return layer is not of_keras and any(inspect.getattr_static(layer, name) is not
+                                         inspect.getattr_static(of_keras, name) for name in helpers)
 
 
 def _has_several_towers(strategy: tf.distribute.Strategy) -> bool:

@@ -191,10 +191,12 @@ def _ignores_training(model: Any, data_batch: Any) -> bool:
 
     Keras builds the rest for those of a prediction, a step of ``fit`` for those of training.
     """
-    if _is_built(model) and model._compile_metrics is None:
-        return True
+    parts = model._compile_metrics, model._compile_loss
+    if _is_built(model) and all(part is None or part.built for part in parts):
+        return True  # there is nothing left to build
     x, *_ = keras.utils.unpack_x_y_sample_weight(tree.map_structure(
-        lambda spec: spec and keras.KerasTensor(spec.shape, spec.dtype), data_batch))
+        lambda spec: None if spec is None else keras.KerasTensor(
+            spec.shape, backend.standardize_dtype(spec.dtype)), data_batch))
     trained, predicted = (tree.map_structure(
         lambda output: (tuple(output.shape), output.dtype),
         backend.compute_output_spec(model, x, training=training))
