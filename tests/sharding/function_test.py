@@ -353,6 +353,11 @@ class FunctionTest(parameterized.TestCase):
             def __call__(self, x):
                 return self.scale * tf.reduce_max(x)
 
+            @classmethod
+            @strategy.function
+            def of_class(cls, x):
+                return tf.reduce_max(x) * len(cls.__name__)
+
         class Twice(Scaled):
 
             @strategy.function
@@ -363,6 +368,8 @@ class FunctionTest(parameterized.TestCase):
         self.assertEqual([float(one(strategy.split(X))), float(two(strategy.split(X))),
                           float(one(strategy.split(X))), float(both(strategy.split(X)))],
                          [18, 27, 18, 72])
+        self.assertEqual([float(each.of_class(strategy.split(X))) for each in (Scaled, Twice, one)],
+                         [54, 45, 54])
         self.assertLen(one.variables, 1)
         self.assertEqual(one.__call__.get_concrete_function(strategy.split(X))(
             strategy.split(X)), 18)

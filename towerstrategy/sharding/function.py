@@ -74,7 +74,11 @@ class Function:
         key = f"_strategy_function_{id(self)}"
         made = vars(instance).get(key)
         if made is None or made.python_function.__self__ is not instance:  # that of a copy's source
-            made = vars(instance)[key] = self._of(self.python_function.__get__(instance, owner))
+            made = self._of(self.python_function.__get__(instance, owner))
+            if isinstance(instance, type):  # a class method's
+                setattr(instance, key, made)
+            else:
+                vars(instance)[key] = made  # not setattr: Keras would track it
         return made
 
     def __deepcopy__(self, memo: Any) -> Function:
