@@ -16,9 +16,16 @@ from towerstrategy._keras.keras3 import names
 from towerstrategy.placement import kind
 from towerstrategy.variables import rules
 
+
+def _sgd(optimizer: Any, *args: Any) -> one_pass.Kernel | None:
+    # Without a momentum Keras 3 leaves slots of an earlier one alone; the kernel would write them.
+    unused = optimizer.momentums and not optimizer.momentum
+    return None if unused else one_pass.sgd(optimizer, *args)
+
+
 # Keras' ``update_step`` -> the kernel that does the same.
 _KERNELS: dict[Any, one_pass.Rule] = {
-    sgd.SGD.update_step: one_pass.sgd,
+    sgd.SGD.update_step: _sgd,
     adam.Adam.update_step: one_pass.adam,
 }
 
@@ -60,6 +67,4 @@ def _rule(optimizer: Any) -> one_pass.Rule | None:
     if any(getattr(getattr(optimizer, name), "__func__", None)
            is not getattr(tf_optimizer.TFOptimizer, name) for name in writes):
         return None
-    if not getattr(optimizer, "momentum", True) and getattr(optimizer, "momentums", None):
-        return None  # Keras leaves slots of an earlier momentum alone, the kernel would write them
     return _KERNELS.get(getattr(optimizer.update_step, "__func__", None))
