@@ -224,13 +224,15 @@ def _multiplied(operation: tf.Operation, column: _Column | None) -> _RowNumbers 
     """The first position of each row: row numbers times the number of positions."""
     for at, tensor in enumerate(operation.inputs if column is None else ()):
         numbers = _at_output(Op(operation), at, _row_numbers(tensor))
+        if numbers is None:
+            continue
         factor = operation.inputs[1 - at]
         times = _number_in(factor)
-        if numbers is not None and times is not None and numbers.times is not None \
+        if times is not None and numbers.times is not None \
                 and (times == 1 or not numbers.chosen):
             return None if times < 1 or numbers.last is None else numbers._replace(
                 times=numbers.times * times, last=numbers.last * times)
-        if numbers is not None and not numbers.chosen and factor.shape.rank == 0:
+        if not numbers.chosen and factor.shape.rank == 0:
             return numbers._replace(times=None, last=None)
     return None
 
@@ -252,9 +254,11 @@ def _added(operation: tf.Operation, column: _Column | None) -> _RowNumbers | Non
     for at, tensor in enumerate(operation.inputs if column is None else ()):
         other = operation.inputs[1 - at]
         numbers = _at_output(Op(operation), at, _row_numbers(tensor))
-        if numbers is not None and _number_in(other) == 0:
+        if numbers is None:
+            continue
+        if _number_in(other) == 0:
             return numbers
-        if numbers is None or numbers.chosen or numbers.times == 1:
+        if numbers.chosen or numbers.times == 1:
             continue
         added = entries_of(other)
         if numbers.times is None or added is None or None in added:
