@@ -43,8 +43,14 @@ def model_of(kit):
 
         def train_step(self, batch):
             with tf.GradientTape() as tape:
-                codes = tf.concat([self.encoder(batch["u"]), self.encoder(batch["x"])], 0)
-                alike = tf.reduce_mean(tf.matmul(codes, codes, transpose_b=True) ** 2)
+                u, x = self.encoder(batch["u"]), self.encoder(batch["x"])
+                codes = tf.concat([u, x, u ** 2], 0)
+                alike = tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(
+                    labels=tf.range(tf.shape(codes)[0]),
+                    logits=tf.matmul(codes, codes, transpose_b=True)))
+                first, _, last = tf.split(codes, [tf.shape(of)[0] for of in (u, x, u)], 0)
+                alike += tf.reduce_mean(first * last) - tf.reduce_mean(
+                    codes[tf.shape(u)[0]:tf.shape(u)[0] + tf.shape(x)[0]] ** 3)
                 apart = tf.reduce_mean(tf.abs(self(batch["u"]))) - tf.reduce_mean(self(batch["x"]))
                 loss = alike + apart + tf.reduce_mean((self(batch["x"]) - batch["y"]) ** 2)
             weights = self.trainable_variables
@@ -79,7 +85,9 @@ class SeveralBatchesTest(parameterized.TestCase):
     @IN_TURN
     def test_fit(self, kit):
         """Else semi-supervised training as published stops at its first batch."""
-        self.assert_as_one_device(kit, data, towerstrategy.TowerStrategy(DEVICES[:3]))
+        strategy = towerstrategy.TowerStrategy(DEVICES[:3])
+        self.assert_as_one_device(kit, data, strategy)
+        self.assertEmpty(strategy.extended.done_with_all_rows)
 
     @IN_TURN
     def test_of_known_sizes_and_unequal_shares(self, kit):
@@ -99,12 +107,20 @@ class SeveralBatchesTest(parameterized.TestCase):
         @strategy.function
         def step(batch):
             with tf.GradientTape() as tape:
+                both = tf.concat([batch["u"], batch["x"], batch["x"]], 0)
+                for _ in tf.range(2):
+                    both = both / tf.cast(tf.shape(both)[0], both.dtype)
+                for i in tf.range(2):
+                    both += tf.random.stateless_uniform(tf.shape(both), [1, i], dtype=both.dtype)
+                both = tf.concat([both, both], 0)
                 loss = tf.reduce_mean(tf.linalg.matvec(batch["u"], weight) ** 2) - tf.reduce_mean(
-                    tf.linalg.matvec(batch["x"], weight) ** 3)
-            weight.assign_sub(.1 * tape.gradient(loss, weight))
+                    tf.linalg.matvec(batch["x"], weight) ** 3) + tf.reduce_mean(
+                        tf.linalg.matvec(both[:tf.shape(both)[0] // 2], weight) ** 2)
+            weight.assign_sub(.01 * tape.gradient(loss, weight))
             return loss
 
-        alone = [float(step.python_function(batch)) for batch in data()]
+        one_device = tf.function(step.python_function)
+        alone = [float(one_device(batch)) for batch in data()]
         weight.assign(np.ones(4))
         together = [float(step(batch)) for batch in
                     strategy.experimental_distribute_dataset(data())]

@@ -32,12 +32,14 @@ from towerstrategy.sharding.spec import (
     REPLICATED,
     Axes,
     Chosen,
+    Concatenated,
     ListOf,
     Partial,
     Replicated,
     Sharded,
     Size,
     Spec,
+    positions,
 )
 from towerstrategy.sharding.towers import Towers
 from towerstrategy.sharding.values import Value
@@ -46,6 +48,7 @@ BATCH = 6
 ROWS = (3, 0, 2, 1)  # of each tower
 NONE_EMPTY = (2, 1, 1, 2)
 CHOSEN = {ROWS: (2, 1, 0, 3), NONE_EMPTY: (1, 3, 1, 1)}  # the rows of a group of chosen examples
+JOINED = Concatenated((("", 1), ("chosen", 1)))
 KINDS_OF_SHAPES = 5  # see _shapes
 MAX_COMBINATIONS = 60  # with more, groups of chosen examples and unknown ``times`` are not tried
 BOUNDS = {tf.float64: 1e-12, tf.complex128: 1e-12, tf.float16: 1e-2, tf.bfloat16: 3e-2}
@@ -184,8 +187,9 @@ def _specs_of(array: np.ndarray) -> list[Spec]:
         if size and size % BATCH == 0:
             times = size // BATCH
             specs += [Sharded(dim, times), Sharded(dim, times, "chosen")]
-            specs += [Sharded(dim, times // 2, blocks=2)] if times % 2 == 0 else []
             specs += [Sharded(dim, None)] if times > 1 else []
+            if times % 2 == 0:
+                specs += [Sharded(dim, times // 2, blocks=2), Sharded(dim, times // 2, JOINED)]
     if array.dtype == bool:
         specs += [Partial("and"), Partial("or")]
     elif array.dtype.kind in "iufc":
@@ -201,7 +205,8 @@ def _specs_of(array: np.ndarray) -> list[Spec]:
                     Size(at, None),
                 ]
                 if entry % (2 * BATCH) == 0:
-                    specs.append(Size(at, int(entry) // BATCH // 2, blocks=2))
+                    specs += [Size(at, int(entry) // BATCH // 2, blocks=2),
+                              Size(at, int(entry) // BATCH // 2, JOINED)]
     return specs
 
 
@@ -315,14 +320,15 @@ class _Emitter:
     def __init__(self, sample: Sample, rows: tuple[int, ...]) -> None:
         self._sample, self._rows = sample, rows
         builder = self._builder = Builder(tf.compat.v1.get_default_graph())
-        counts = [builder.constant(count, tf.int64, "") for count in rows]
+        counts = {batch: [builder.constant(count, tf.int64, "") for count in each]
+                  for batch in ("", "chosen") for each in [_rows_of(batch, rows)]}
         self._towers = Towers(
             builder,
             stage_devices=[[""]] * len(rows),
             merge="",
             host="",
             scopes=[f"tower_{at}/" for at in range(len(rows))],
-            counts=lambda tower, _: counts[tower],
+            counts=lambda tower, _, batch: counts[batch][tower],
         )
         self._refs: dict[Any, list[Any]] = {}  # the constants for each input and spec
         self._emitted: list[_Emitted] = []
@@ -428,16 +434,31 @@ def _with_all_parts(claim: Layout) -> Layout:
 
 def _counts(spec: Sharded | Size, rows: tuple[int, ...], size: int) -> list[int]:
     """The number of positions, of ``size``, that each tower has."""
-    return [count * (size // BATCH) for count in (CHOSEN[rows] if spec.group else rows)]
+    numbers = positions(dataclasses.replace(spec, times=1).pieces)
+    times = size // (BATCH * sum(numbers.values()))
+    return [
+        times * sum(number * _rows_of(batch, rows)[tower] for batch, number in numbers.items())
+        for tower in range(len(rows))
+    ]
+
+
+def _rows_of(batch: Any, rows: tuple[int, ...]) -> tuple[int, ...]:
+    """Each tower's number of rows of a batch."""
+    return CHOSEN[rows] if batch else rows
 
 
 def _pieces(array: np.ndarray, spec: Spec, rows: tuple[int, ...]) -> list[np.ndarray]:
     """The part of an input on each tower."""
     if isinstance(spec, Sharded):
-        blocks = np.split(array, spec.blocks, axis=spec.dim)
-        counts = _counts(spec, rows, array.shape[spec.dim] // spec.blocks)
-        cut = [np.split(block, np.cumsum(counts)[:-1], axis=spec.dim) for block in blocks]
-        return [np.concatenate(pieces, axis=spec.dim) for pieces in zip(*cut)]
+        each = dataclasses.replace(spec, times=1).pieces
+        times = array.shape[spec.dim] // (BATCH * sum(piece.times or 0 for piece in each))
+        counts = [
+            count * times * (piece.times or 0)
+            for piece in each
+            for count in _rows_of(piece.group, rows)
+        ]
+        cut = np.split(array, np.cumsum(counts)[:-1], axis=spec.dim)
+        return [np.concatenate(cut[at::len(rows)], axis=spec.dim) for at in range(len(rows))]
     if isinstance(spec, Size):
         pieces = []
         for count in _counts(spec, rows, int(np.ravel(array)[spec.at])):
@@ -497,7 +518,8 @@ def _parts_problem(
     if isinstance(spec, Sharded):
         if wanted.shape[spec.dim] % BATCH and not spec.group:
             return f"{wanted.shape} along {spec.dim} is not the batch's"
-        if spec.times is not None and wanted.shape[spec.dim] != BATCH * spec.times * spec.blocks:
+        times = spec.times and sum(positions(spec.pieces).values())
+        if times is not None and wanted.shape[spec.dim] != BATCH * times:
             return f"{wanted.shape} along {spec.dim} is not {spec.times} a row"
         counts = _counts(spec, rows, wanted.shape[spec.dim])
         have = [part.shape[spec.dim] for part in parts]
@@ -515,7 +537,7 @@ def _parts_problem(
             counts = _counts(spec, rows, int(entry)) if at == spec.at else [entry] * len(have)
             if have != counts and (entry != -1 or set(have) != {-1}):  # -1: unknown, in a shape
                 return f"towers have {have} in place of {counts} in entry {at}"
-        times = spec.times and spec.times * spec.blocks
+        times = spec.times and sum(positions(spec.pieces).values())
         if times is not None and np.ravel(wanted)[spec.at] not in (BATCH * times, -1):
             return f"{wanted} is not {spec.times} a row"
         return ""

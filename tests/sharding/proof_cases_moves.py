@@ -66,6 +66,22 @@ def _cross_entropy(x: Any, y: Any) -> Any:
     return losses, tape.gradient(losses, x)
 
 
+def _two_batches(x: Any, y: Any) -> Any:
+    """Two tensors, of the same batch or not, that are concatenated, numbered and taken apart."""
+    with tf.GradientTape() as tape:
+        tape.watch([x, y])
+        both = tf.concat([x, y, x], 0)
+        sizes = [tf.shape(tensor)[0] for tensor in (x, y, x)]
+        parts = tf.split(both, sizes)
+        results = [
+            parts[0] * parts[2],
+            both[sizes[0] :] ** 2,
+            both[: sizes[0] + sizes[1]],
+            both * tf.cast(tf.range(tf.shape(both)[0])[:, None], both.dtype),
+        ]
+    return results, tape.gradient(results, [x, y])
+
+
 def _reshapes() -> None:
     for type in ("Reshape", "ConcatV2", "ConcatOffset", "Slice"):
         around(type, _views, real(6, 4), real(6, 4), title="views")
@@ -197,6 +213,8 @@ def _joints() -> None:
     case("ConcatV2", [real(6, 4), real(6, 4), real(6, 4)], 0)
     case("ConcatV2", [real(12, 4), real(12, 4)], 0)
     around("ConcatV2", _twice, real(6, 4), real(6, 4))
+    for type in ("SplitV", "Slice", "StridedSlice", "StridedSliceGrad", "Range", "AddV2"):
+        around(type, _two_batches, real(6, 4), real(12, 4), title="two batches")
     for shapes in (([6, 4], [6, 4], [6, 4]), ([4, 6], [4, 6])):
         axis = shapes[0].index(6)
         case("ConcatOffset", axis, [np.asarray(shape, np.int32) for shape in shapes])

@@ -109,11 +109,12 @@ class Body:
             whole = functools.partial(part, 0)
         return Value(self.towers, REPLICATED, like.shape, whole, part, outer.device)
 
-    def _count(self, tower: int | None, dtype: tf.DType) -> Ref:
+    def _count(self, tower: int | None, dtype: tf.DType, batch: str) -> Ref:
         if tower is not None:
-            return self._number(tower, functools.partial(self._outer.count, tower), dtype)
-        return self._extra("counts", Extra(
-            lambda: tf.compat.v1.placeholder(dtype, [self._outer.replicas]), self._outer.counts))
+            return self._number(tower, functools.partial(self._outer.count, tower), dtype, batch)
+        return self._extra(("counts", batch), Extra(
+            lambda: tf.compat.v1.placeholder(dtype, [self._outer.replicas]),
+            functools.partial(self._outer.counts, batch)))
 
     def _of_all(self) -> OfAll | None:
         """What a tower by itself knows of all towers, as arguments."""
@@ -122,10 +123,11 @@ class Body:
                                functools.partial(self._number, "rows", known.rows),
                                functools.partial(self._number, "earlier", known.earlier))
 
-    def _number(self, name: Any, outer: Callable[[tf.DType], Ref], dtype: tf.DType) -> Ref:
+    def _number(self, name: Any, outer: Callable[[tf.DType, str], Ref], dtype: tf.DType,
+                batch: str) -> Ref:
         """A number of rows, as an argument."""
-        return self._extra((name, dtype), Extra(lambda: tf.compat.v1.placeholder(dtype, []),
-                                                functools.partial(outer, dtype)))
+        return self._extra((name, dtype, batch), Extra(
+            lambda: tf.compat.v1.placeholder(dtype, []), functools.partial(outer, dtype, batch)))
 
     def _outside(self, tensor: tf.Tensor) -> Ref:
         """A tensor of the step's graph, such as a collective operation's key, as an argument."""

@@ -20,6 +20,7 @@ from towerstrategy.sharding.spec import (
     Replicated,
     Sharded,
     Spec,
+    can_be_cut,
     of_batch,
 )
 
@@ -31,7 +32,7 @@ def can_become(spec: Spec, wanted: Spec) -> bool:
     if isinstance(wanted, Replicated):
         return not isinstance(spec, ListOf)
     if isinstance(wanted, Sharded):
-        return spec == wanted.given or not (wanted.group or isinstance(spec, ListOf))
+        return spec == wanted.given or can_be_cut(wanted) and not isinstance(spec, ListOf)
     if isinstance(wanted, Partial):
         return wanted == SUM and not isinstance(spec, ListOf)
     if isinstance(wanted, ListOf):

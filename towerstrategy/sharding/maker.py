@@ -84,10 +84,7 @@ class Maker:
         value, spec = self.inputs[index], self.inputs[index].spec
         assert isinstance(spec, Sharded)
         if has_known_rows(spec):
-            total = self.towers.total(dtype)
-            if spec.times == 1:
-                return total
-            return self.make("Mul", [total, self.constant(spec.times, dtype, HOST)], HOST)
+            return self.towers.size(spec, dtype)
         shapes = self.make("Shape", [value.parts()], EACH, out_type=tf.int64)
         rows = self.towers.add_up(self._entries(shapes, spec.dim), self.towers.host)
         return rows if dtype == tf.int64 else self.make("Cast", [rows], HOST, DstT=dtype)
@@ -97,7 +94,8 @@ class Maker:
         spec, towers = self.inputs[index].spec, self.towers
         assert isinstance(spec, Sharded)
         if has_known_rows(spec):
-            rows, total = self.each(lambda tower: towers.count(tower, dtype)), towers.total(dtype)
+            rows, total = self.each(
+                lambda tower: towers.size(spec, dtype, tower)), towers.size(spec, dtype)
         else:
             shapes = self.make("Shape", [self.parts(index)], EACH, out_type=tf.int64)
             rows, total = (self.make("Cast", [count], HOST, DstT=dtype) for count in (
@@ -109,11 +107,9 @@ class Maker:
         """The number of rows that a size input counts on all workers before this one."""
         value, spec, towers = self.inputs[index], self.inputs[index].spec, self.towers
         assert isinstance(spec, Size)
-        if has_known_rows(spec) or towers.across.workers is None:
-            rows = towers.earlier(dtype)
-            if spec.times in (None, 1):
-                return rows
-            return self.make("Mul", [rows, self.constant(spec.times, dtype, HOST)], HOST)
+        if isinstance(spec.group, str) and spec.times or towers.across.workers is None:
+            rows = towers.earlier(dtype, spec.group if isinstance(spec.group, str) else "")
+            return towers.times(rows, spec.times or 1)
         sizes = value.parts() if value.shape.rank == 0 else self._entries(value.parts(), spec.at)
         here = sizes[0]
         for size in sizes[1:]:
@@ -148,9 +144,7 @@ class Maker:
             return self.make("Shape", [self.part(index, tower)], tower, out_type=dtype)
         if not isinstance(spec, Sharded):
             return towers.builder.constant(sizes, dtype, device)
-        rows = towers.count(tower, dtype)
-        if spec.times != 1:
-            rows = towers.on_host("Mul", rows, towers.number(spec.times, dtype))
+        rows = towers.size(spec, dtype, tower)
         return towers.builder.make("Pack", [
             rows if at == dim else towers.builder.constant(size, dtype, device)
             for at, size in enumerate(sizes)], device, f"{towers.scopes[tower]}Pack", axis=0)

@@ -312,7 +312,8 @@ def _is_local(layout: Layout, operation: Op, compiled: bool) -> bool:
                                       if isinstance(spec, (Sharded, Size)))
     if plan.once:
         return not operation.has_state and all(isinstance(spec, Replicated) or isinstance(
-            spec, Size) and knows_rows for spec in specs)
+            spec, Size) and knows_rows for spec in specs) \
+            and all(isinstance(spec, Replicated) for spec in plan.gives)
     is_made = plan.make is None or plan.alone is not None and knows_rows
     return is_made and (compiled or not plan.padded) and _match(specs, plan.takes, compiled)
 

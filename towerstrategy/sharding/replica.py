@@ -24,7 +24,7 @@ from towerstrategy.sharding.layout import Layout
 from towerstrategy.sharding.partition import Partition
 from towerstrategy.sharding.rules import registry
 from towerstrategy.sharding.rules.registry import Op, Plan
-from towerstrategy.sharding.spec import PER_TOWER, REPLICATED, SUM, Sharded, Spec, of_batch
+from towerstrategy.sharding.spec import PER_TOWER, REPLICATED, SUM, Chosen, Sharded, Spec, of_batch
 from towerstrategy.sharding.towers import Towers
 from towerstrategy.sharding.traffic import Traffic
 from towerstrategy.sharding.values import Lazily, Value, captured, opened, padded
@@ -199,7 +199,7 @@ def _outer(towers: Towers, tower: int, value: Any, dtype: tf.DType) -> Ref:
 def _with_spec(value: Value, spec: Spec, device: str = "") -> Value:
     """The same parts as ``value``, with another spec, by which ``device`` can gather them."""
     if isinstance(spec, Sharded) and of_batch(spec):  # each tensor shows how many rows it has
-        spec = dataclasses.replace(spec, group="own")
+        spec = dataclasses.replace(spec, group=Chosen(None))
     shape = opened(value.shape, spec.dim) if isinstance(spec, Sharded) else value.shape
     return Value(value.towers, spec, shape, None, value.part, device or value.device)
 

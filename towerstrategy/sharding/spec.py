@@ -20,7 +20,10 @@ In a function given to ``strategy.run``, tensors are replicated or :class:`PerTo
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any, Union
 
 
@@ -35,7 +38,18 @@ class Chosen:
     times: int | None
 
 
-Group = Union[str, Chosen]
+@dataclasses.dataclass(frozen=True)
+class Concatenated:
+    """Batches of several sizes that are concatenated, as in ``tf.concat([labeled, others], 0)``.
+
+    Attributes:
+      parts: the name of each batch, as in :class:`Sharded`, and its positions per example.
+    """
+
+    parts: tuple[tuple[str, int], ...]
+
+
+Group = Union[str, Chosen, Concatenated]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,9 +71,9 @@ class Axes(Replicated):
 
 @dataclasses.dataclass(frozen=True)
 class Sizes(Replicated):
-    """A vector of several numbers of rows, each of them a ``Size`` like ``each``."""
+    """A vector of numbers of rows: ``each`` is what a scalar with one of them would have."""
 
-    each: Size
+    each: tuple[Size, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,10 +89,11 @@ class Sharded:
       dim: the sharded dimension, counted from 0.
       times: the number of consecutive positions per example in that dimension; None if unknown.
       group: the examples: empty for the batch's; the name of another batch of the step, of another
-        size; or :class:`Chosen` ones.
+        size; :class:`Chosen` ones; or those of several batches, :class:`Concatenated`.
       blocks: the number of tensors of the group that are concatenated in that dimension, as in
-        ``tf.concat([view, other_view], 0)``.  A tower has its slices of all blocks, concatenated.
-        So the slices of each block are in the order of the towers, not those of the whole tensor.
+        ``tf.concat([view, other_view], 0)``.  A tower has its slices of all blocks, and of all
+        these batches, concatenated.  So the slices of each of them are in the order of the towers,
+        not those of the whole tensor.
       broadcast: only in ``Plan.takes``: a dimension of size 1 is not sliced.
       start: only in ``Plan.takes`` of a loop, for a variable of which no iteration reads what it
         starts with: its rows may be more or fewer than the examples'.
@@ -102,9 +117,21 @@ class Sharded:
         """The same examples, each with an unknown number of positions."""
         return dataclasses.replace(self, times=None)
 
+    @property
+    def size(self) -> Size:
+        """The size along ``dim``, in a shape."""
+        return Size(self.dim, self.times, self.group, self.blocks)
+
     def at(self, dim: int) -> Sharded:
         """The same examples along another dimension."""
         return self if dim == self.dim else dataclasses.replace(self, dim=dim)
+
+    @property
+    def pieces(self) -> tuple[Sharded, ...]:
+        """The spec of each of the tensors that are concatenated along ``dim``, in their order."""
+        parts = self.group.parts if isinstance(self.group, Concatenated) else [(self.group, 1)]
+        return tuple(Sharded(self.dim, times * self.times if self.times is not None else None, name)
+                     for name, times in parts) * self.blocks
 
     def goes_with(self, other: Sharded | Size) -> bool:
         """Whether each tower has the same slice of two tensors of one size."""
@@ -139,6 +166,11 @@ class Size:
     blocks: int = 1
     known: tuple[int | None, ...] | None = None
 
+    @property
+    def pieces(self) -> tuple[Sharded, ...]:
+        """See :attr:`Sharded.pieces`."""
+        return self.shards(self.at).pieces
+
     def moved(self, at: int) -> Size:
         """The same number of rows at another index of another tensor."""
         return Size(at, self.times, self.group, self.blocks)
@@ -172,14 +204,51 @@ class PerTower:
     """Each tower has its own tensor and there is no whole one: in ``strategy.run``."""
 
 
+def concatenated(specs: Sequence[Spec]) -> Sharded | None:
+    """The spec of tensors of these specs, concatenated along the rows; None if it has none."""
+    sharded = [spec for spec in specs if isinstance(spec, Sharded)]
+    pieces = tuple(piece for spec in sharded for piece in spec.pieces)
+    times = [piece.times or 0 for piece in pieces]
+    if len(sharded) < len(specs) or len({piece.dim for piece in pieces}) != 1 or not all(times):
+        return None
+    period = next(size for size in range(1, len(pieces) + 1)
+                  if pieces[:size] * (len(pieces) // size) == pieces)
+    group, common = pieces[0].group, math.gcd(*times)
+    if period > 1:
+        parts = tuple((piece.group, piece.times // common) for piece in pieces[:period]
+                      if isinstance(piece.group, str) and piece.times)
+        if len(parts) < period:
+            return None
+        group = Concatenated(parts)
+    return Sharded(pieces[0].dim, common, group, len(pieces) // period)
+
+
+def positions(pieces: Sequence[Sharded]) -> Mapping[Group, int]:
+    """How many positions pieces with known ``times`` have for each example of each batch."""
+    numbers: collections.Counter[Group] = collections.Counter()
+    for piece in pieces:
+        numbers[piece.group] += piece.times or 0
+    return numbers
+
+
 def of_batch(spec: Sharded | Size) -> bool:
     """Whether a tower's positions are those of its rows of the batch, in one block."""
     return not spec.group and spec.blocks == 1
 
 
+def in_one_block(spec: Sharded | Size) -> bool:
+    """Whether a tower's positions are consecutive ones of the whole tensor's."""
+    return not isinstance(spec.group, Concatenated) and spec.blocks == 1
+
+
+def can_be_cut(spec: Sharded | Size) -> bool:
+    """Whether the towers' numbers of examples are known without a tensor that has them."""
+    return not isinstance(spec.group, Chosen)
+
+
 def has_known_rows(spec: Sharded | Size) -> bool:
-    """Whether a number of rows tells the size along the sharded dimension, or the size's entry."""
-    return spec.times is not None and of_batch(spec)
+    """Whether numbers of rows tell the size along the sharded dimension, or the size's entry."""
+    return spec.times is not None and can_be_cut(spec)
 
 
 Spec = Union[Replicated, Sharded, Partial, Size, ListOf, PerTower]

@@ -93,7 +93,8 @@ def _on_towers(strategy: Any, fn: Callable[..., Any], args: Any, kwargs: Any) ->
     _report(strategy, layout)
     _tf.hand_on_functions(traced, graph)
     builder = Builder(graph)
-    towers = towers_of(strategy, builder, lambda tower, _: inputs.count(towers, tower))
+    towers = towers_of(strategy, builder,
+                       lambda tower, _, batch: inputs.count(towers, tower, batch))
     values = inputs.values(towers, builder, traced)
     partition = Partition(towers)
     devices = [strategy.extended.merge_device if isinstance(layout.specs[tensor.name], Sharded)
@@ -181,10 +182,12 @@ class _Inputs:
         leaves = tf.nest.flatten(self._structure)
         self.tensors = [leaf for leaf in leaves if isinstance(leaf, (tf.Tensor, _Component))]
         self.specs: list[Spec] = [
-            Sharded(0, group=f"batch {leaf.batch}" if leaf.batch else "")
-            if isinstance(leaf, _Component) else REPLICATED for leaf in self.tensors]
-        self._first = next((leaf for leaf in self.tensors
-                            if isinstance(leaf, _Component) and not leaf.batch), None)
+            Sharded(0, group=leaf.group) if isinstance(leaf, _Component) else REPLICATED
+            for leaf in self.tensors]
+        self._first: dict[str, _Component] = {}  # of each batch
+        for leaf in self.tensors:
+            if isinstance(leaf, _Component):
+                self._first.setdefault(leaf.group, leaf)
 
     def _as_argument(self, leaf: Any) -> Any:
         """A component of the batch as :class:`_Component`; any other argument as it is."""
@@ -206,7 +209,7 @@ class _Inputs:
 
     def check_rows(self) -> None:
         """Raises if components of the batch have different numbers of rows on a tower."""
-        rows = [leaf for leaf in self.tensors if isinstance(leaf, _Component) and not leaf.batch]
+        rows = [leaf for leaf in self.tensors if isinstance(leaf, _Component) and not leaf.group]
         for other in rows[1:]:
             for tower, (first, part) in enumerate(zip(rows[0].parts, other.parts)):
                 sizes = first.shape[0], part.shape[0]
@@ -223,7 +226,7 @@ class _Inputs:
     @property
     def known_rows(self) -> int | None:
         """The batch's number of rows; None if it is not known while tracing."""
-        return None if self._first is None else self._first.known.shape[0]
+        return self._first[""].known.shape[0] if "" in self._first else None
 
     def packed(self, tensors: Sequence[tf.Tensor]) -> Any:
         """The arguments, with these tensors in place of the outer ones."""
@@ -238,21 +241,19 @@ class _Inputs:
                 for leaf, spec in zip(self.tensors, self.specs)]
         return [*args, *(captured(towers, outer, inner.shape) for outer, inner in traced.captures)]
 
-    def count(self, towers: Towers, tower: int | None) -> Ref | None:
+    def count(self, towers: Towers, tower: int | None, batch: str) -> Ref | None:
         """A tower's number of rows; for None the numbers of all workers' towers, if known."""
-        assert self._first is not None
-        builder, host = towers.builder, towers.host
+        builder, host, first = towers.builder, towers.host, self._first[batch]
         if tower is None:
-            counts = self._first.counts
-            return None if counts is None else builder.take(counts)
-        part = self._first.parts[tower]
+            return None if first.counts is None else builder.take(first.counts)
+        part = first.parts[tower]
         if part.shape[0] is not None:
             return builder.constant(part.shape[0], tf.int64, host)
         # On the tower, so that rows in a GPU's memory need not cross for their shape.
         shape = builder.make("Shape", [builder.take(part)], towers.stage_devices[tower][0],
                              f"{towers.scopes[tower]}Shape", out_type=tf.int64)
-        first = builder.constant(0, tf.int32, host)
-        return builder.make("GatherV2", [shape, first, first], host)
+        zero = builder.constant(0, tf.int32, host)
+        return builder.make("GatherV2", [shape, zero, zero], host)
 
     def _value(self, towers: Towers, builder: Builder, leaf: Any, spec: Spec) -> Value:
         if not isinstance(leaf, _Component):
@@ -264,13 +265,14 @@ class _Inputs:
 class _Component:
     """One component of the batch: the towers' rows, and all workers' numbers of rows if known.
 
-    ``batch`` numbers the batches of a step.  ``whole`` and ``known`` are the ``TensorSpec`` of all
-    rows: for any number of rows, and for their number if it is known.
+    ``group`` names the batch, of a step that has several.  ``whole`` and ``known`` are the
+    ``TensorSpec`` of all rows: for any number of rows, and for their number if it is known.
     """
 
     def __init__(self, parts: Sequence[tf.Tensor], counts: tf.Tensor | None,
                  workers: Any, batch: int = 0) -> None:
-        self.parts, self.counts, self.batch = list(parts), counts, batch
+        self.parts, self.counts = list(parts), counts
+        self.group = f"batch {batch}" if batch else ""
         shape = parts[0].shape
         for part in parts[1:]:
             shape = shape.most_specific_compatible_shape(part.shape)
@@ -284,7 +286,7 @@ class _Component:
 
 
 def towers_of(strategy: Any, builder: Builder,
-              counts: Callable[[int | None, tf.DType], Ref | None]) -> Towers:
+              counts: Callable[[int | None, tf.DType, str], Ref | None]) -> Towers:
     """The strategy's towers, for nodes of ``builder``; ``counts`` as for :class:`Towers`."""
     placement = strategy.extended.placement
     stage_devices = [[_full(device) for device in placement.row(tower)]

@@ -18,6 +18,7 @@ from towerstrategy.placement import peers
 from towerstrategy.sharding import relays
 from towerstrategy.sharding.across import Across
 from towerstrategy.sharding.builder import Builder, Ref
+from towerstrategy.sharding.spec import Sharded, Size, positions
 
 MOST_TO_EXCHANGE = 8  # towers: the copies grow with the square
 
@@ -41,8 +42,8 @@ class OfAll(NamedTuple):
     """What a tower by itself knows of all towers."""
 
     number: int  # its number among them
-    rows: Callable[[tf.DType], Ref]  # the batch's number of rows
-    earlier: Callable[[tf.DType], Ref]  # the number of rows before its own
+    rows: Callable[[tf.DType, str], Ref]  # a batch's number of rows
+    earlier: Callable[[tf.DType, str], Ref]  # the number of rows before its own
 
 
 class Towers:
@@ -54,8 +55,9 @@ class Towers:
       merge: the merge device.
       host: the CPU that holds the numbers of rows; kernels take shapes from its memory.
       scopes: the name scope of each tower's nodes, with a "/" at the end.
-      counts: returns a tower's number of rows, an integer scalar, if it can of the given dtype; for
-        None the numbers of all workers' towers, an int64 vector, or None if they are unknown.
+      counts: returns a tower's number of rows of a batch, by name, an integer scalar, if it can of
+        the given dtype; for None instead of a tower the numbers of all workers' towers, an int64
+        vector, or None if they are unknown.
       on_cpu: whether the towers are CPUs, which make their shapes themselves.
       draws_rows: whether a tower draws its rows of one device's random numbers, or its own numbers.
       across: the values that cross workers, each of which has towers; None with one worker.
@@ -71,7 +73,7 @@ class Towers:
 
     def __init__(self, builder: Builder, stage_devices: Sequence[Sequence[str]], merge: str,
                  host: str, scopes: Sequence[str],
-                 counts: Callable[[int | None, tf.DType], Ref | None],
+                 counts: Callable[[int | None, tf.DType, str], Ref | None],
                  on_cpu: bool = False, draws_rows: bool = True,
                  across: Across | None = None, spare: str = "",
                  of_all: OfAll | None = None) -> None:
@@ -105,7 +107,7 @@ class Towers:
         """A tower by itself, which knows how many rows the batch has, and those before its own."""
         return Towers(self.builder, [self.stage_devices[tower]], self.devices[tower], self.host,
                       [self.scopes[tower]],
-                      lambda each, dtype: None if each is None else self.count(tower, dtype),
+                      lambda each, *key: None if each is None else self.count(tower, *key),
                       self.on_cpu, self.draws_rows, of_all=OfAll(
                           self.first + tower, self.total, functools.partial(self.offset, tower))
                       ).at(self.stage)
@@ -144,20 +146,21 @@ class Towers:
         self.crossings[kind] = self.crossings.get(kind, 0) + 1
 
     @cached
-    def count(self, tower: int, dtype: tf.DType = tf.int64) -> Ref:
-        """A tower's number of rows."""
-        count = self._counts(tower, dtype)
+    def count(self, tower: int, dtype: tf.DType = tf.int64, batch: str = "") -> Ref:
+        """A tower's number of rows of a batch."""
+        count = self._counts(tower, dtype, batch)
         assert count is not None
         if count.dtype == dtype:
             return count
-        return self.on_host("Cast", self.count(tower), DstT=dtype)
+        return self.on_host("Cast", self.count(tower, tf.int64, batch), DstT=dtype)
 
     @cached
-    def counts(self) -> Ref:
+    def counts(self, batch: str = "") -> Ref:
         """The number of rows of each tower of all workers, a vector."""
-        counts = self._counts(None, tf.int64)
+        counts = self._counts(None, tf.int64, batch)
         return counts if counts is not None else self._from_all_workers(
-            [self.count(tower) for tower in range(len(self))], self.first, self.replicas)
+            [self.count(tower, tf.int64, batch) for tower in range(len(self))], self.first,
+            self.replicas)
 
     def _from_all_workers(self, numbers: Sequence[Ref], first: int, count: int) -> Ref:
         """A vector of ``count`` numbers of all workers, this one's ``numbers`` at ``first``."""
@@ -167,26 +170,41 @@ class Towers:
         return self.across.cross("sum", padded, self.host, tf.TensorShape([count]))
 
     @cached
-    def total(self, dtype: tf.DType = tf.int64) -> Ref:
-        """The batch's number of rows."""
+    def total(self, dtype: tf.DType = tf.int64, batch: str = "") -> Ref:
+        """A batch's number of rows."""
         if self.of_all is not None:
-            return self.of_all.rows(dtype)
+            return self.of_all.rows(dtype, batch)
         if self.across.workers is not None:
-            return self._sum_of_first(self.counts(), self.replicas, dtype)
-        return self.add_up([self.count(tower, dtype) for tower in range(len(self))], self.host)
+            return self._sum_of_first(self.counts(batch), self.replicas, dtype)
+        return self.add_up([self.count(tower, dtype, batch) for tower in range(len(self))],
+                           self.host)
+
+    def size(self, spec: Sharded | Size, dtype: tf.DType, tower: int | None = None) -> Ref:
+        """How many positions known numbers of rows make, on a tower; for None, of all towers."""
+        numbers = []
+        for batch, times in positions(spec.pieces).items():
+            assert isinstance(batch, str)
+            rows = self.total(dtype, batch) if tower is None else self.count(tower, dtype, batch)
+            numbers.append(self.times(rows, times))
+        return functools.reduce(functools.partial(self.on_host, "AddV2"), numbers)
+
+    def times(self, number: Ref, factor: int) -> Ref:
+        """A number on the host times a constant."""
+        return number if factor == 1 else self.on_host(
+            "Mul", number, self.number(factor, number.dtype))
 
     def share(self, tower: int, dtype: tf.DType) -> Ref:
         """A tower's number of rows over the batch's; 0 for a batch without rows."""
         return self.on_host("DivNoNan", self.count(tower, dtype), self.total(dtype))
 
     @cached
-    def earlier(self, dtype: tf.DType = tf.int64) -> Ref:
+    def earlier(self, dtype: tf.DType = tf.int64, batch: str = "") -> Ref:
         """The number of rows before the first of these towers: of all workers before this one."""
         if self.of_all is not None:
-            return self.of_all.earlier(dtype)
+            return self.of_all.earlier(dtype, batch)
         if self.across.workers is None:
             return self.number(0, dtype)
-        return self._sum_of_first(self.counts(), self.first, dtype)
+        return self._sum_of_first(self.counts(batch), self.first, dtype)
 
     def sum_of_earlier(self, number: Ref, dtype: tf.DType) -> Ref:
         """The sum of a number over the workers before this one."""
@@ -203,17 +221,16 @@ class Towers:
         return total if total.dtype == dtype else self.on_host("Cast", total, DstT=dtype)
 
     @cached
-    def offset(self, tower: int, dtype: tf.DType = tf.int64) -> Ref:
+    def offset(self, tower: int, dtype: tf.DType = tf.int64, batch: str = "") -> Ref:
         """The number of rows of all towers before this one."""
         if tower == 0:
-            return self.earlier(dtype)
-        return self.on_host("AddV2", self.offset(tower - 1, dtype), self.count(tower - 1, dtype))
+            return self.earlier(dtype, batch)
+        return self.on_host("AddV2", self.offset(tower - 1, dtype, batch),
+                            self.count(tower - 1, dtype, batch))
 
-    @cached
-    def padding_rows(self, tower: int) -> Ref:
+    def padding_rows(self, rows: Ref) -> Ref:
         """1 for a tower without rows, which gets a row of padding, else 0; an int32 scalar."""
-        return self.on_host("Cast", self.on_host("Equal", self.count(tower), self.number(0)),
-                            DstT=tf.int32)
+        return self.on_host("Cast", self.on_host("Equal", rows, self.number(0)), DstT=tf.int32)
 
     @property
     def exchange(self) -> bool:

@@ -15,6 +15,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from towerstrategy.sharding import pieces
 from towerstrategy.sharding.builder import Ref
 from towerstrategy.sharding.rules import scaling
 from towerstrategy.sharding.spec import (
@@ -28,8 +29,9 @@ from towerstrategy.sharding.spec import (
     Sharded,
     Size,
     Spec,
+    can_be_cut,
     has_known_rows,
-    of_batch,
+    in_one_block,
 )
 from towerstrategy.sharding.towers import Towers
 from towerstrategy.sharding.traffic import MANY_ROWS
@@ -218,14 +220,11 @@ class Value:
 
     def _padding_rows(self, tower: int) -> Ref:
         """1 for a tower without rows of this tensor, else 0; an int32 scalar."""
-        assert isinstance(self.spec, Sharded)
-        towers = self.towers
-        if of_batch(self.spec):
-            return towers.padding_rows(tower)
-        zero, dim = (towers.number(number, tf.int32) for number in (0, self.spec.dim))
-        shape = towers.on(tower, "Shape", self.part(tower))
-        rows = towers.on_host("GatherV2", shape, dim, zero)
-        return towers.on_host("Cast", towers.on_host("Equal", rows, zero), DstT=tf.int32)
+        spec = self.spec
+        assert isinstance(spec, Sharded)
+        return self.towers.padding_rows(
+            self.towers.size(dataclasses.replace(spec, times=1), tf.int64, tower)
+            if can_be_cut(spec) else pieces.rows_of(self, tower))
 
     def _first_or_zeros(self, tower: int) -> Ref:
         """The part of a replicated tensor as a partial sum: the first tower has all of it."""
@@ -242,8 +241,8 @@ class Value:
             return parts[0]
         device, whole = self.device or towers.merge, parts[0]
         if isinstance(self.spec, Sharded):
-            if self.spec.blocks > 1:
-                return self._merged_blocks(self.spec, device)
+            if not in_one_block(self.spec):
+                return self._merged_pieces(self.spec, device)
             towers.note("gather")
             if len(parts) > 1:
                 axis = towers.builder.constant(self.spec.dim, tf.int32, device)
@@ -263,20 +262,17 @@ class Value:
                                         "merge/Reduce")
         return towers.across.cross(self.spec.reduction, whole, device, self.shape)
 
-    def _merged_blocks(self, spec: Sharded, device: str) -> Ref:
-        """The whole tensor of several blocks: block by block, each in the order of the towers."""
+    def _merged_pieces(self, spec: Sharded, device: str) -> Ref:
+        """The whole tensor of several pieces: one by one, each in the order of the towers."""
         towers, build = self.towers, self.towers.builder
-        split = [towers.on(tower, "Split", build.constant(spec.dim, tf.int32,
-                                                          towers.devices[tower]),
-                           part, num_split=spec.blocks) for tower, part in enumerate(self.parts())]
-        block_spec = dataclasses.replace(spec, blocks=1)
+        split = [pieces.split(self, spec, tower) for tower in range(len(towers))]
         shape = opened(self.shape, spec.dim)
 
-        def whole(block: int) -> Ref:
-            return Value(towers, block_spec, shape, None,
-                         lambda tower: split[tower]._replace(output=block), device).whole()
+        def whole(number: int, piece: Sharded) -> Ref:
+            return Value(towers, piece, shape, None,
+                         lambda tower: split[tower]._replace(output=number), device).whole()
 
-        wholes = [whole(block) for block in range(spec.blocks)]
+        wholes = [whole(*each) for each in enumerate(spec.pieces)]
         axis = build.constant(spec.dim, tf.int32, device)
         return build.make("ConcatV2", [*wholes, axis], device, "merge/ConcatV2", N=len(wholes))
 
@@ -284,8 +280,7 @@ class Value:
         """The whole batch's size: one entry is the sum over the towers; other entries agree."""
         towers, dtype = self.towers, parts[0].dtype
         total = towers.add_up(parts, towers.host, self.shape) \
-            if not towers.of_all or not has_known_rows(spec) else towers.on_host(
-                "Mul", towers.total(dtype), towers.number(spec.times, dtype))
+            if not towers.of_all or not has_known_rows(spec) else towers.size(spec, dtype)
         return total if self.shape.rank == 0 else towers.with_entry(parts[0], spec.at, total)
 
     def _cut(self, wanted: Sharded, has_rows: bool = False) -> Value:
@@ -297,9 +292,9 @@ class Value:
         if wanted.start and self.shape[wanted.dim] == 0:
             return Value(towers, wanted.given, self.shape, self.whole, self.part)
         towers.note("cut")
-        if wanted.blocks > 1:
+        if not in_one_block(wanted):
             return Value(towers, wanted, self.shape, self.whole,
-                         functools.partial(self._slices_of_blocks, wanted))
+                         functools.partial(pieces.slices, self, wanted))
 
         def part(tower: int) -> Ref:
             if towers.replicas == 1:
@@ -320,13 +315,14 @@ class Value:
         """
         towers, host = self.towers, self.towers.on_host
         rows = functools.partial(self.rows_in, wanted.dim)
-        begin, size = towers.offset(tower), towers.count(tower)
+        batch = wanted.group
+        assert isinstance(batch, str)
+        begin, size = (make(tower, tf.int64, batch) for make in (towers.offset, towers.count))
         if wanted.start:
             begin = host("Minimum", begin, rows())
             size = host("Minimum", size, host("Sub", rows(), begin))
         elif wanted.times != 1:
-            times = towers.number(wanted.times) if wanted.times is not None else host(
-                "FloorDiv", rows(), host("Maximum", towers.total(), towers.number(1)))
+            times = pieces.times_of(towers, wanted, rows(), towers.total(tf.int64, batch))
             begin, size = host("Mul", begin, times), host("Mul", size, times)
         if wanted.broadcast and self.shape[wanted.dim] is None:
             is_one = host("Equal", rows(), towers.number(1))
@@ -336,24 +332,6 @@ class Value:
             rest = host("Sub", rows(), begin)
             size = host("AddV2", rest, host("Sub", rest, size)) if wanted.broadcast else rest
         return begin, size
-
-    def _slices_of_blocks(self, wanted: Sharded, tower: int) -> Ref:
-        """A tower's slices of all blocks of the whole tensor; if its size there is 1, all of it."""
-        towers, whole = self.towers, self.whole()
-        if towers.replicas == 1:
-            return whole
-        make, number = towers.on_host, towers.number
-        ranges = []
-        for block in range(wanted.blocks):
-            begin = make("AddV2", make("Mul", towers.total(), number(block)), towers.offset(tower))
-            limits = [make("Mul", end, number(wanted.times or 1))
-                      for end in (begin, make("AddV2", begin, towers.count(tower)))]
-            ranges.append(make("Range", *limits, number(1)))
-        positions = make("ConcatV2", *ranges, number(0, tf.int32), N=len(ranges))
-        if wanted.broadcast and self.shape[wanted.dim] is None:
-            last = make("Sub", self.rows_in(wanted.dim), number(1))
-            positions = make("Minimum", positions, last)
-        return towers.on(tower, "GatherV2", whole, positions, number(wanted.dim, tf.int32))
 
     def rows_in(self, dim: int) -> Ref:
         """The whole tensor's size along a dimension."""

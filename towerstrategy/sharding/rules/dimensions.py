@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from towerstrategy.sharding.rules.registry import Op, Plan
-from towerstrategy.sharding.spec import REPLICATED, ListOf, Sharded, Spec
+from towerstrategy.sharding.spec import REPLICATED, ListOf, Sharded, Spec, can_be_cut
 
 DIMS = string.ascii_lowercase  # names for the dimensions of a tensor of any rank
 MIXED = "_"  # the name of a dimension whose positions depend on each other: it cannot be sharded
@@ -96,7 +96,7 @@ def once_and_cut(op: Op, specs: Sequence[Spec], spec: Sharded) -> Plan | None:
 
     So the ops behind it are sharded again. For one number an example that does not pay.
     """
-    if op.out_rank() in (None, 1) or spec.group:
+    if op.out_rank() in (None, 1) or not can_be_cut(spec):
         return None
     return Plan([REPLICATED] * len(specs), [spec] * len(op.outputs), once=True)
 

@@ -19,7 +19,15 @@ import tensorflow as tf
 from towerstrategy.sharding.rules import shapes
 from towerstrategy.sharding.rules.dimensions import is_plain
 from towerstrategy.sharding.rules.registry import EACH, Op, Plan, rule
-from towerstrategy.sharding.spec import REPLICATED, Sharded, Size, Spec, of_batch
+from towerstrategy.sharding.spec import (
+    REPLICATED,
+    Sharded,
+    Size,
+    Spec,
+    can_be_cut,
+    has_known_rows,
+    in_one_block,
+)
 
 _PHILOX = (tf.random.Algorithm.PHILOX.value, tf.random.Algorithm.AUTO_SELECT.value)
 # Op type -> how many counters its kernel reserves for each number, where the number of random bits
@@ -32,7 +40,7 @@ _RESERVED = {"StatelessTruncatedNormalV2": 256 // 4}
 def draw(op: Op, specs: Sequence[Spec]) -> Plan | None:
     size, algorithm = specs[0], op.value(3)
     if not isinstance(size, Size) or not all(map(is_plain, specs[1:])) or algorithm is None \
-            or int(algorithm) not in _PHILOX or size.blocks > 1:
+            or int(algorithm) not in _PHILOX or not in_one_block(size):
         return None
     sizes = shapes.static_sizes(op, 0, size)
     if sizes is None or any(before != 1 for before in sizes[:size.at]):
@@ -47,7 +55,7 @@ def draw(op: Op, specs: Sequence[Spec]) -> Plan | None:
 @rule("RandomUniform", "RandomUniformInt", "RandomStandardNormal", "TruncatedNormal")
 def draw_by_state(op: Op, specs: Sequence[Spec]) -> Plan | None:
     size = specs[0]
-    if not isinstance(size, Size) or not of_batch(size) or not size.times or op.out_rank() is None \
+    if not isinstance(size, Size) or not has_known_rows(size) or op.out_rank() is None \
             or not all(map(is_plain, specs[1:])):
         return None
     return Plan([REPLICATED] * len(specs), [size.shards(size.at)], once=True)
@@ -57,7 +65,7 @@ def draw_by_state(op: Op, specs: Sequence[Spec]) -> Plan | None:
 def draw_of_rows(op: Op, specs: Sequence[Spec]) -> Plan | None:
     """Runs once, with all rows: the draws of a row depend on the draws before."""
     spec = specs[0]
-    if not isinstance(spec, Sharded) or spec.group or op.out_rank() is None \
+    if not isinstance(spec, Sharded) or not can_be_cut(spec) or op.out_rank() is None \
             or op.type != "RandomShuffle" and spec.dim:
         return None
     return Plan([REPLICATED] * len(specs), [spec], once=True,

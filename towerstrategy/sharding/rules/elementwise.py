@@ -22,6 +22,7 @@ from towerstrategy.sharding.spec import (
     Sharded,
     Size,
     Spec,
+    concatenated,
 )
 
 AS_IT_IS = ("Identity", "StopGradient", "PreventGradient", "Snapshot")
@@ -116,7 +117,7 @@ def _sharded(op: Op, specs: Sequence[Spec]) -> Plan | None:
 
 
 def _size(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    """The plan of a number of rows: its product, quotient or cast, or the maximum of equal ones."""
+    """The plan of a number of rows: a product, quotient, sum or cast, the maximum of equal ones."""
     size = next(spec for spec in specs if isinstance(spec, Size))
     if op.type == "Cast" and op.outputs[0].dtype in (tf.int32, tf.int64):
         return Plan(specs, specs)
@@ -129,6 +130,10 @@ def _size(op: Op, specs: Sequence[Spec]) -> Plan | None:
         times = None if factor is None or size.times is None else size.times * int(factor)
         return Plan([spec if spec is size else REPLICATED for spec in specs],
                     [dataclasses.replace(size.moved(0), times=times)])
+    if op.type in ("Add", "AddV2") and all(isinstance(s, Size) and not s.at for s in specs) \
+            and op.rank(0) == op.rank(1) == 0:
+        total = concatenated([s.shards(0) for s in specs if isinstance(s, Size)])
+        return Plan(specs, [total.size]) if total else None
     divisor = op.value(1) if op.type == "FloorDiv" and op.out_rank() == 0 else None
     if divisor is not None and specs[0] is size and int(divisor) > 0 \
             and size.blocks % int(divisor) == 0:  # the rows of some of the blocks

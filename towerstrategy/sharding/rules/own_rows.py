@@ -17,9 +17,17 @@ import tensorflow as tf
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.sharding.rules.elementwise import AS_IT_IS
 from towerstrategy.sharding.rules.entries import dimensions_in, entries_of, sizes_of
-from towerstrategy.sharding.rules.registry import EACH, HOST, Op, Plan, plan_of, rule
+from towerstrategy.sharding.rules.registry import EACH, Op, Plan, plan_of, rule
 from towerstrategy.sharding.rules.scaling import is_zero
-from towerstrategy.sharding.spec import REPLICATED, Chosen, Sharded, Size, Spec, of_batch
+from towerstrategy.sharding.spec import (
+    REPLICATED,
+    Chosen,
+    Sharded,
+    Size,
+    Spec,
+    in_one_block,
+    of_batch,
+)
 
 
 class _Column(NamedTuple):
@@ -73,7 +81,8 @@ def in_own_rows(op: Op, specs: Sequence[Spec], indices: int, batch: int, beside:
         # In strategy.run, whoever writes this means positions of the row.
         return Plan([REPLICATED] * len(specs), gives, once=True, alone=0)
     times = group.times if group and numbers.chosen == "positions" else numbers.times
-    if spec.blocks > 1 or spec.group and not group or rows != Sharded(0, times) or times is None \
+    name = "" if group else spec.group
+    if not in_one_block(spec) or rows != Sharded(0, times, name) or times is None \
             or column is not None and (tensor.shape[-1] is None
                                        or tensor.shape.rank == spec.dim + 1):
         return None
@@ -85,7 +94,7 @@ def in_own_rows(op: Op, specs: Sequence[Spec], indices: int, batch: int, beside:
     def make(m: Any) -> Any:
         inputs = [m.parts(index) for index in range(len(takes))]
         inputs[indices] = m.make("Sub", [inputs[indices], _offsets(
-            m, times, tensor.dtype, column, tensor.shape[-1:])], EACH)
+            m, rows, tensor.dtype, column, tensor.shape[-1:])], EACH)
         return m.copy(inputs, EACH)
 
     return Plan(takes, gives, make=make, alone=0)
@@ -102,11 +111,10 @@ def _unguarded(indices: tf.Tensor, batch: tf.Tensor) -> tf.Tensor:
     return guarded if guards else indices
 
 
-def _offsets(m: Any, times: int, dtype: tf.DType, column: int | None, columns: Any) -> Any:
-    """Each tower's first row number times ``times``, as an index: in its column, 0 in others."""
-    first = m.each(lambda tower: m.towers.offset(tower, dtype))
-    if times != 1:
-        first = m.make("Mul", [first, m.constant(times, dtype, HOST)], HOST)
+def _offsets(m: Any, spec: Sharded, dtype: tf.DType, column: int | None, columns: Any) -> Any:
+    """The position of each tower's first row, as an index: in its column, 0 in others."""
+    first = m.each(lambda tower: m.towers.times(
+        m.towers.offset(tower, dtype, spec.group), spec.times))
     return first if column is None else m.each(
         lambda tower: m.towers.vector(tower, first[tower], column, columns[0], 0))
 
@@ -123,7 +131,7 @@ def where(op: Op, specs: Sequence[Spec]) -> Plan | None:
         None if None in shape[1:] else times * math.prod(shape[1:])))
     return Plan(specs, [Sharded(0, 1, group)],
                 make=lambda m: [m.make("AddV2", [m.copy([m.parts(0)], EACH)[0], _offsets(
-                    m, times, tf.int64, 0, [rank])], EACH)], alone=0)
+                    m, spec, tf.int64, 0, [rank])], EACH)], alone=0)
 
 
 def _mask_key(op: Op) -> Any:

@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from towerstrategy.sharding.rules.entries import entries_of, outputs_of
-from towerstrategy.sharding.rules.registry import EACH, HOST, Op, Plan, rule
+from towerstrategy.sharding.rules.registry import EACH, HOST, Op, Plan, once, rule
 from towerstrategy.sharding.spec import (
     REPLICATED,
     Axes,
@@ -26,13 +26,14 @@ from towerstrategy.sharding.spec import (
     Size,
     Sizes,
     Spec,
-    of_batch,
+    has_known_rows,
+    in_one_block,
 )
 
 
 def _size_of(spec: Sharded, shape: tf.TensorShape) -> Size:
-    known = None if shape.rank is None else tuple(shape.as_list())
-    return Size(spec.dim, spec.times, spec.group, spec.blocks, known)
+    return dataclasses.replace(spec.size, known=None if shape.rank is None else tuple(
+        shape.as_list()))
 
 
 @rule("Shape", "ShapeN")
@@ -59,15 +60,14 @@ def size(op: Op, specs: Sequence[Spec]) -> Plan | None:
     spec, static = specs[0], op.inputs[0].shape
     if not isinstance(spec, Sharded):
         return None if isinstance(spec, ListOf) else Plan(specs, [REPLICATED])
-    times = None if static.rank is None else _entries_an_example(static.as_list(), spec.dim, spec)
+    result = Size(0, None if static.rank is None else _entries_an_example(
+        static.as_list(), spec.dim, spec), spec.group, spec.blocks)
 
     def whole(m: Any) -> list[Any]:
-        dtype = op.outputs[0].dtype
-        if times is None or not of_batch(spec):
-            return [m.towers.add_up(m.copy([m.parts(0)], EACH)[0], m.towers.merge)]
-        return [m.make("Mul", [m.towers.total(dtype), m.constant(times, dtype, None)], None)]
+        return [m.towers.size(result, op.outputs[0].dtype) if has_known_rows(result)
+                else m.towers.add_up(m.copy([m.parts(0)], EACH)[0], m.towers.merge)]
 
-    return Plan(specs, [Size(0, times, spec.group, spec.blocks)], whole=whole)
+    return Plan(specs, [result], whole=whole)
 
 
 @rule("Rank")
@@ -181,8 +181,9 @@ def moved_sizes(op: Op, specs: Sequence[Spec]) -> Plan | None:
     for entries in outputs_of(op.operation, inputs):
         indices = [] if entries is None else [
             at for at, entry in enumerate(entries.flat) if isinstance(entry, Size)]
-        if entries is not None and len(indices) > 1 and len({*entries.flat}) == 1:
-            return Plan([REPLICATED] * len(specs), [Sizes(entries.flat[0].moved(0))])
+        if entries is not None and 1 < len(indices) == entries.size:
+            return Plan([REPLICATED] * len(specs), [Sizes(tuple(
+                entry.moved(0) for entry in entries.flat))])
         if entries is None and op.type == "ConcatV2":
             size = _in_front(inputs, specs)
             return None if size is None else Plan(
@@ -224,17 +225,17 @@ def product_of_size(op: Op, specs: Sequence[Spec]) -> Plan | None:
 
 def extreme_of_sizes(op: Op, spec: Size | Sizes) -> Plan | None:
     """The plan of the maximum or minimum of equal numbers of rows."""
-    size = spec.each if isinstance(spec, Sizes) else spec
-    if op.out_rank() != 0 or isinstance(spec, Size) and op.inputs[0].shape != [1]:
+    size = spec.each[0] if isinstance(spec, Sizes) else spec
+    if op.out_rank() != 0 or op.inputs[0].shape != [1] if isinstance(spec, Size) \
+            else len({*spec.each}) > 1:
         return None
     if isinstance(spec, Size):
         return Plan([spec, REPLICATED], [size.moved(0)])
-    if not of_batch(size) or not size.times:
+    if not has_known_rows(size):
         return None
     dtype = op.outputs[0].dtype
-    return Plan([REPLICATED] * 2, [size], alone=0, make=lambda m: [m.make("Mul", [
-        m.each(lambda tower: m.towers.count(tower, dtype)), m.constant(size.times, dtype, HOST)],
-        HOST)])
+    return Plan([REPLICATED] * 2, [size], alone=0, make=lambda m: [
+        m.each(lambda tower: m.towers.size(size, dtype, tower))])
 
 
 def _entries_an_example(sizes: Sequence[Any], rows: int, spec: Sharded | Size) -> int | None:
@@ -269,10 +270,10 @@ def range_(op: Op, specs: Sequence[Spec]) -> Plan | None:
     limit = specs[1]
     if not isinstance(limit, Size) or any(isinstance(specs[at], Size) for at in (0, 2)):
         return None
-    if limit.blocks > 1:  # a tower's rows do not have consecutive numbers
-        return None
     if op.value(0) is None or int(op.value(0)) or op.value(2) is None or int(op.value(2)) != 1:
         return None
+    if not in_one_block(limit):  # a tower's rows do not have consecutive numbers
+        return dataclasses.replace(once(op), gives=[limit.shards(0)])
 
     def make(m: Any) -> list[list[Any]]:
         offsets = [m.earlier(1, op.outputs[0].dtype)]

@@ -16,7 +16,16 @@ from towerstrategy.sharding.rules import blocks, reshapes, shapes
 from towerstrategy.sharding.rules.dimensions import DIMS, MIXED, but, by_names, is_plain
 from towerstrategy.sharding.rules.entries import entries_of
 from towerstrategy.sharding.rules.registry import EACH, Op, Plan, Rule, rule
-from towerstrategy.sharding.spec import REPLICATED, ListOf, Partial, Sharded, Size, Spec
+from towerstrategy.sharding.spec import (
+    REPLICATED,
+    ListOf,
+    Partial,
+    Sharded,
+    Size,
+    Spec,
+    concatenated,
+    in_one_block,
+)
 
 
 def _view(*types: str, data: slice = slice(1), light: bool = False) -> Callable[[Rule], Rule]:
@@ -94,7 +103,7 @@ def transpose(op: Op, specs: Sequence[Spec]) -> Plan | None:
 @_view("ConcatV2", data=slice(-1))
 def concat(op: Op, specs: Sequence[Spec]) -> Plan | None:
     names = but(op.axes(len(specs) - 1, op.out_rank()), op.out_rank())
-    joined = blocks.concatenated(specs[:-1])
+    joined = concatenated(specs[:-1])
     if names is None or joined is None or names[joined.dim] != MIXED:
         return by_names(op, specs, [names] * (len(specs) - 1), [names])
     return Plan(specs, [joined])
@@ -113,7 +122,9 @@ def unpack(op: Op, specs: Sequence[Spec]) -> Plan | None:
 
 @_view("SplitV")
 def split_at(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    names = but(op.axes(2, op.rank(0)), op.rank(0))
+    spec, names = specs[0], but(op.axes(2, op.rank(0)), op.rank(0))
+    if isinstance(spec, Sharded) and names is not None and names[spec.dim] == MIXED:
+        return blocks.split_at(op, spec, specs[1])
     return by_names(op, specs, [names], [names])
 
 
@@ -141,7 +152,7 @@ def _first_rows(op: Op, spec: Sharded) -> Plan | None:
     """Plan of a slice that ends at a known row n: it is made from each tower's first n rows."""
     begin, end, steps = (op.value(index) for index in (1, 2, 3))
     if begin is None or end is None or steps is None or len(begin) <= spec.dim or not op.rank(0) \
-            or spec.blocks > 1 or op.attr("ellipsis_mask") or op.attr("new_axis_mask"):
+            or not in_one_block(spec) or op.attr("ellipsis_mask") or op.attr("new_axis_mask"):
         return None
     at_begin, at_end, one = (op.attr(f"{name}_mask") >> spec.dim & 1
                              for name in ("begin", "end", "shrink_axis"))
@@ -247,7 +258,7 @@ def tile(op: Op, specs: Sequence[Spec]) -> Plan | None:
             if isinstance(multiples, Size) or sizes is None or sizes[value.dim] != 1:
                 return None
         elif int(known[value.dim]) != 1:
-            joined = blocks.concatenated([value] * int(known[value.dim]))
+            joined = concatenated([value] * int(known[value.dim]))
             return Plan([value, REPLICATED], [joined]) if joined else None
         return Plan([value, REPLICATED], [value])
     if isinstance(multiples, Size) and is_plain(value) and multiples.times is not None \
