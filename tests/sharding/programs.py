@@ -212,6 +212,17 @@ def retrieval(y, z):
 
 
 @loss_program
+def diagonals(y, z):
+    """Of similarities of two views: what is alike, what is not, and each pair once."""
+    both = tf.concat([normalized(z), normalized(z ** 2)], 0)
+    similar, count = both @ tf.transpose(both), tf.shape(both)[0]
+    others = tf.linalg.set_diag(similar, tf.zeros(count, D)) * (2 - tf.eye(count, dtype=D))
+    return tf.reduce_sum(tf.linalg.diag_part(similar + others) ** 2) + tf.reduce_mean(
+        tf.linalg.band_part(tf.transpose(others), 0, -1) ** 3) + tf.linalg.trace(others) \
+        + tf.reduce_sum(tf.sin(others * tf.linalg.diag(tf.reduce_sum(both, 1))))
+
+
+@loss_program
 def nt_xent(y, z):
     both = tf.concat([normalized(z), normalized(z ** 2)], 0)
     count = tf.shape(z)[0]

@@ -30,7 +30,28 @@ def _solved(matrix: tf.Tensor, columns: tf.Tensor) -> Any:
     return found, tape.gradient(loss, [matrix, columns])
 
 
+def _diagonals() -> None:
+    case("MatrixBandPart", real(6, 3, 6), 1, 0)
+    case("MatrixDiag", real(6, 12))
+    case("MatrixDiagV3", real(6, 2, 6), [0, 1], -1, -1, np.asarray(0.0))
+    case("MatrixSetDiag", real(6, 3, 6), real(6, 3))
+    for number in ("V2", "V3"):
+        case(f"MatrixDiagPart{number}", real(6, 3, 6), 0, np.asarray(0.0))
+        case(f"MatrixDiagPart{number}", real(6, 3, 6), [0, 1], np.asarray(0.0))
+        case(f"MatrixSetDiag{number}", real(6, 3, 6), real(6, 3), 0)
+        case(f"MatrixSetDiag{number}", real(6, 3, 6), real(6, 2, 3), [0, 1])
+        for shape in ((6, 3), (6,), (12,)):
+            case(f"MatrixDiag{number}", real(*shape), 0, -1, -1, np.asarray(2.0))
+    for shape in ((12, 12), (12, 4), (4, 12), (6, 7), (7, 6)):
+        case("MatrixDiagPartV3", real(*shape), 0, np.asarray(0.0))
+        case("MatrixSetDiagV3", real(*shape), real(min(shape)), 0)
+        for limits in ((1, 0), (-1, 2), (0, -1)):
+            case("MatrixBandPart", real(*shape), *limits)
+    case("MatrixDiagPartV3", real(6, 6), 1, np.asarray(0.0))
+
+
 def _matrices() -> None:
+    _diagonals()
     plain: dict[str, dict[str, Any]] = {
         "Cholesky": {}, "Eig": {"Tout": tf.complex128}, "LogMatrixDeterminant": {}, "Lu": {},
         "MatrixDeterminant": {}, "MatrixInverse": {}, "Qr": {}, "SelfAdjointEigV2": {}, "Svd": {},
@@ -40,8 +61,6 @@ def _matrices() -> None:
         case(type, _definite(2, 6, 6), **attrs)
     for type in ("MatrixLogarithm", "MatrixSquareRoot"):
         case(type, _definite(6, 3, 3).astype(np.complex128))
-    case("MatrixBandPart", real(6, 3, 6), 1, 0)
-    case("MatrixBandPart", real(12, 4), 1, 0)
     for type in ("CholeskyGrad", "MatrixSolve", "MatrixTriangularSolve"):
         case(type, _definite(6, 3, 3), real(6, 3, 3))
         if type == "MatrixSolve":
@@ -58,18 +77,6 @@ def _matrices() -> None:
         around(type, _solved, _definite(2, 3, 3), real(2, 3, 6))
     case("TridiagonalMatMul", *[real(6, 2, 1, 4)] * 3, real(6, 2, 4, 6))
     case("IsotonicRegression", real(6, 4), tf.float64)
-    case("MatrixDiag", real(6, 12))
-    case("MatrixDiagV2", real(6, 3), 0, -1, -1, np.asarray(0.0))
-    case("MatrixDiagV3", real(6, 2, 6), [0, 1], -1, -1, np.asarray(0.0))
-    case("MatrixDiagV3", real(6, 3), 0, -1, -1, np.asarray(0.0))
-    for type in ("MatrixDiagPartV2", "MatrixDiagPartV3"):
-        case(type, real(6, 3, 6), 0, np.asarray(0.0))
-        case(type, real(6, 3, 6), [0, 1], np.asarray(0.0))
-        case(type, real(12, 6), 0, np.asarray(0.0))
-    case("MatrixSetDiag", real(6, 3, 6), real(6, 3))
-    for type in ("MatrixSetDiagV2", "MatrixSetDiagV3"):
-        case(type, real(6, 3, 6), real(6, 3), 0)
-        case(type, real(6, 3, 6), real(6, 2, 3), [0, 1])
     case("Cross", real(6, 2, 3), real(6, 2, 3))
     for type in ("LowerBound", "UpperBound"):
         case(type, np.sort(real(6, 12)), real(6, 12))

@@ -15,7 +15,7 @@ from towerstrategy.sharding import homes
 from towerstrategy.sharding.builder import Ref
 from towerstrategy.sharding.rules.entries import sizes_of
 from towerstrategy.sharding.rules.registry import EACH, HOST, Op
-from towerstrategy.sharding.spec import Sharded, Size, has_known_rows
+from towerstrategy.sharding.spec import REPLICATED, Sharded, Size, has_known_rows
 from towerstrategy.sharding.towers import Towers
 from towerstrategy.sharding.values import Value
 
@@ -88,6 +88,19 @@ class Maker:
         shapes = self.make("Shape", [value.parts()], EACH, out_type=tf.int64)
         rows = self.towers.add_up(self._entries(shapes, spec.dim), self.towers.host)
         return rows if dtype == tf.int64 else self.make("Cast", [rows], HOST, DstT=dtype)
+
+    def positions(self, index: int) -> list[Ref]:
+        """Each tower's positions in a sharded input along its sharded dimension, int64 vectors."""
+        spec, (zero, one) = self.inputs[index].spec, map(self.towers.number, (0, 1))
+        assert isinstance(spec, Sharded)
+        whole = self.towers.on_host("Range", zero, self.rows(index, tf.int64), one)
+        return Value(self.towers, REPLICATED, tf.TensorShape([None]), whole).as_spec(
+            Sharded(0, spec.times, spec.group, spec.blocks)).parts()
+
+    def gathered(self, parts: list[Ref], spec: Sharded) -> Ref:
+        """The whole tensor of vectors, each tower's part."""
+        return Value(self.towers, spec, tf.TensorShape([None]), None, parts.__getitem__,
+                     self.home).whole()
 
     def shares(self, index: int, dtype: tf.DType) -> list[Ref]:
         """Each tower's number of rows of an input over the whole's; NaN if this has no rows."""

@@ -5,6 +5,7 @@ Goes in: nothing.  Comes out: :mod:`registry`, filled: each file registers its r
 
 from towerstrategy.sharding.rules import (
     blocks as blocks,
+    diagonals as diagonals,
     draws as draws,
     elementwise as elementwise,
     gathers as gathers,

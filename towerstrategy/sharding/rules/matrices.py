@@ -22,8 +22,7 @@ _LAST: dict[str, tuple[int, ...]] = {
     **dict.fromkeys(("FFT2D", "IFFT2D", "RFFT2D", "IRFFT2D", "Cholesky", "MatrixInverse",
                      "MatrixDeterminant", "LogMatrixDeterminant", "MatrixSquareRoot",
                      "MatrixLogarithm", "Qr", "Svd", "SelfAdjointEigV2", "Eig", "Lu",
-                     "MatrixBandPart", "MatrixDiagPart", "MatrixDiagPartV2", "MatrixDiagPartV3"),
-                    (2,)),
+                     "MatrixDiagPart"), (2,)),
     **dict.fromkeys(("FFT3D", "IFFT3D", "RFFT3D", "IRFFT3D"), (3,)),
     "CholeskyGrad": (2, 2), "TridiagonalMatMul": (2, 2, 2, 2),
 }
@@ -96,7 +95,7 @@ def _all_but_channels(op: Op) -> str | None:
 
 @rule(*_LAST, *_SAME_FRONT)
 def batched(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    return _batched(op, specs, {**_LAST, **_SAME_FRONT}[op.type], broadcasts=op.type in _LAST)
+    return along_front(op, specs, {**_LAST, **_SAME_FRONT}[op.type], broadcasts=op.type in _LAST)
 
 
 @rule("MatrixTriangularSolve", "BatchMatrixTriangularSolve", "MatrixSolve", "MatrixSolveLs",
@@ -109,25 +108,16 @@ def solve(op: Op, specs: Sequence[Spec]) -> Plan | None:
         if columns and op.rank(0) == rank else None
 
 
-@rule("MatrixDiagV2", "MatrixDiagV3", "MatrixSetDiagV2", "MatrixSetDiagV3")
-def diagonals(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    """Several diagonals have a dimension of their own; a single one has not."""
-    sets = op.type.startswith("MatrixSet")
-    numbers = op.value(2 if sets else 1)
-    if numbers is None:
-        return None
-    dims = 1 if numbers.size == 1 or numbers.ravel()[0] == numbers.ravel()[1] else 2
-    return _batched(op, specs, (2, dims) if sets else (dims,))
-
-
-def _batched(op: Op, specs: Sequence[Spec], last: Sequence[int],
-             broadcasts: bool = False) -> Plan | None:
+def along_front(op: Op, specs: Sequence[Spec], last: Sequence[int | None],
+                broadcasts: bool = False) -> Plan | None:
     """The plan of an op that may be sharded along the dimensions in front.
 
     ``last`` has, for each of the first inputs, how many dimensions are behind these; further inputs
     are the same for all towers.  With ``broadcasts`` the dimensions in front broadcast; else all
     these inputs have as many of them as the first one, even if their ranks are unknown.
     """
+    if None in last:
+        return None
     ranks = [op.rank(index) for index in range(len(last if broadcasts else last[:1]))]
     fronts = {None if rank is None else rank - count for rank, count in zip(ranks, last)}
     if None in fronts or len(fronts) > 1:
