@@ -18,7 +18,7 @@ from towerstrategy.placement import peers
 from towerstrategy.sharding import relays
 from towerstrategy.sharding.across import Across
 from towerstrategy.sharding.builder import Builder, Ref
-from towerstrategy.sharding.spec import Sharded, Size, positions
+from towerstrategy.sharding.spec import Concatenated, Group, Sharded, Size
 
 MOST_TO_EXCHANGE = 8  # towers: the copies grow with the square
 
@@ -179,14 +179,19 @@ class Towers:
         return self.add_up([self.count(tower, dtype, batch) for tower in range(len(self))],
                            self.host)
 
+    def examples(self, group: Group, dtype: tf.DType, tower: int | None = None) -> Ref:
+        """How many examples a tower has of one batch or several; for None, all towers."""
+        if isinstance(group, Concatenated):
+            return functools.reduce(functools.partial(self.on_host, "AddV2"), [
+                self.times(self.examples(batch, dtype, tower), times)
+                for batch, times in group.parts])
+        assert isinstance(group, str)
+        return self.total(dtype, group) if tower is None else self.count(tower, dtype, group)
+
     def size(self, spec: Sharded | Size, dtype: tf.DType, tower: int | None = None) -> Ref:
-        """How many positions known numbers of rows make, on a tower; for None, of all towers."""
-        numbers = []
-        for batch, times in positions(spec.pieces).items():
-            assert isinstance(batch, str)
-            rows = self.total(dtype, batch) if tower is None else self.count(tower, dtype, batch)
-            numbers.append(self.times(rows, times))
-        return functools.reduce(functools.partial(self.on_host, "AddV2"), numbers)
+        """How many positions the examples have, on a tower; for None, on all towers."""
+        assert spec.times is not None
+        return self.times(self.examples(spec.group, dtype, tower), spec.times * spec.blocks)
 
     def times(self, number: Ref, factor: int) -> Ref:
         """A number on the host times a constant."""
@@ -228,6 +233,7 @@ class Towers:
         return self.on_host("AddV2", self.offset(tower - 1, dtype, batch),
                             self.count(tower - 1, dtype, batch))
 
+    @cached
     def padding_rows(self, rows: Ref) -> Ref:
         """1 for a tower without rows, which gets a row of padding, else 0; an int32 scalar."""
         return self.on_host("Cast", self.on_host("Equal", rows, self.number(0)), DstT=tf.int32)

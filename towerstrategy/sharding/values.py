@@ -7,7 +7,6 @@ node is made once, and only if something uses it.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -223,7 +222,7 @@ class Value:
         spec = self.spec
         assert isinstance(spec, Sharded)
         return self.towers.padding_rows(
-            self.towers.size(dataclasses.replace(spec, times=1), tf.int64, tower)
+            self.towers.examples(spec.group, tf.int64, tower)
             if can_be_cut(spec) else pieces.rows_of(self, tower))
 
     def _first_or_zeros(self, tower: int) -> Ref:
