@@ -116,6 +116,11 @@ class SeveralBatchesTest(parameterized.TestCase):
                 loss = tf.reduce_mean(tf.linalg.matvec(batch["u"], weight) ** 2) - tf.reduce_mean(
                     tf.linalg.matvec(batch["x"], weight) ** 3) + tf.reduce_mean(
                         tf.linalg.matvec(both[:tf.shape(both)[0] // 2], weight) ** 2)
+                chosen = tf.boolean_mask(batch["x"], batch["x"][:, 0] > .5)
+                loss += tf.reduce_sum(tf.linalg.matvec(chosen, weight))
+                count = tf.shape(batch["x"])[0]
+                loss += tf.reduce_sum(weight[0] * tf.gather_nd(
+                    batch["x"], tf.stack([tf.range(count), tf.zeros([count], tf.int32)], 1)))
             weight.assign_sub(.01 * tape.gradient(loss, weight))
             return loss
 

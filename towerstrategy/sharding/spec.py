@@ -29,13 +29,15 @@ from typing import Any, Union
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Chosen:
-    """Positions that a mask chooses from the batch, as in ``tf.boolean_mask``; one for each mask.
+    """Positions that a mask chooses from a batch, as in ``tf.boolean_mask``; one for each mask.
 
     Attributes:
       times: the number of positions per example from which the mask chooses; None if unknown.
+      batch: the name of the batch.
     """
 
     times: int | None
+    batch: str = ""
 
 
 @dataclasses.dataclass(frozen=True)

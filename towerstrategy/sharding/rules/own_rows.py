@@ -81,7 +81,7 @@ def in_own_rows(op: Op, specs: Sequence[Spec], indices: int, batch: int, beside:
         # In strategy.run, whoever writes this means positions of the row.
         return Plan([REPLICATED] * len(specs), gives, once=True, alone=0)
     times = group.times if group and numbers.chosen == "positions" else numbers.times
-    name = "" if group else spec.group
+    name = group.batch if group else spec.group
     if not in_one_block(spec) or rows != Sharded(0, times, name) or times is None \
             or column is not None and (tensor.shape[-1] is None
                                        or tensor.shape.rank == spec.dim + 1):
@@ -123,12 +123,13 @@ def _offsets(m: Any, spec: Sharded, dtype: tf.DType, column: int | None, columns
 def where(op: Op, specs: Sequence[Spec]) -> Plan | None:
     """Each tower looks for true entries in its own rows, and adds the number of its first row."""
     spec, shape = specs[0], op.inputs[0].shape
-    if not isinstance(spec, Sharded) or spec.dim or not of_batch(spec) or spec.times is None \
-            or not shape.rank or spec.times > 1 < shape.rank:
+    if not isinstance(spec, Sharded) or spec.dim or not isinstance(spec.group, str) \
+            or spec.blocks > 1 or spec.times is None or not shape.rank \
+            or spec.times > 1 < shape.rank:
         return None
     times, rank = spec.times, shape.rank
     group = op.notes.setdefault(("chosen", _mask_key(op)), Chosen(
-        None if None in shape[1:] else times * math.prod(shape[1:])))
+        None if None in shape[1:] else times * math.prod(shape[1:]), spec.group))
     return Plan(specs, [Sharded(0, 1, group)],
                 make=lambda m: [m.make("AddV2", [m.copy([m.parts(0)], EACH)[0], _offsets(
                     m, spec, tf.int64, 0, [rank])], EACH)], alone=0)
