@@ -7,6 +7,7 @@ import logging
 import weakref
 
 import numpy as np
+import programs
 import tensorflow as tf
 from absl.testing import absltest, parameterized
 
@@ -236,6 +237,14 @@ class FunctionTest(parameterized.TestCase):
             tf.constant(X[:1])).numpy(), 6)
         with self.assertRaises(tf.errors.InvalidArgumentError):
             strategy.function(of_several)(one)
+
+    def test_bodies_that_are_called_by_their_names(self):
+        """Else the loops of CTC losses run on one device."""
+        strategy = strategy_of(3)
+        step, _ = programs.PROGRAMS["ctc"]()
+        batch = tuple(map(tf.constant, programs.batches("ctc")[0]))
+        strategy.function(step)(*strategy.split(batch))
+        self.assertEmpty(strategy.extended.done_with_all_rows)
 
     def test_batches_of_different_sizes_in_a_graph(self):
         """Else rows are counted wrongly in silence, where only the step can know their numbers."""

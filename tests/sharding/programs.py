@@ -63,6 +63,21 @@ def convolutions():
     return descend(loss_of, *filters)
 
 
+@program
+def ctc():
+    """Loops whose bodies are functions that are called by their names."""
+    w = tf.Variable(tf.cast(weights(4, 18), tf.float32))
+
+    def loss_of(x, y):
+        count = tf.shape(x)[0]
+        labels = tf.stack([y % 2 + 1, y % 3 + 1], 1)
+        return tf.reduce_mean(tf.nn.ctc_loss(
+            tf.cast(labels, tf.int32), tf.reshape(tf.cast(x, tf.float32) @ w, [-1, 3, 6]),
+            tf.fill([count], 1), tf.fill([count], 3), logits_time_major=False, blank_index=0))
+
+    return descend(loss_of, w)
+
+
 def feature_program(name, *names):
     """A program whose layers make some features of their activations; a loss for each."""
 

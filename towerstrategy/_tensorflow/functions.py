@@ -15,7 +15,7 @@ from tensorflow.python.eager.polymorphic_function import (
     concrete_function,
     polymorphic_function,
 )
-from tensorflow.python.framework import auto_control_deps_utils, func_graph
+from tensorflow.python.framework import auto_control_deps_utils, func_graph, op_def_registry
 from tensorflow.python.ops import control_flow_util, control_flow_v2_func_graphs
 
 from towerstrategy._tensorflow import wrapping
@@ -31,9 +31,10 @@ not_recorded = record.stop_recording
 _ControlFlow = control_flow_v2_func_graphs.ControlFlowFuncGraph
 # The priority of a tf.function's variable creator: after creators of strategies and users.
 _CREATOR_PRIORITY = 50
+CALLS = ("PartitionedCall", "StatefulPartitionedCall")
 CALLERS = frozenset({
-    "Case", "If", "PartitionedCall", "StatefulPartitionedCall", "StatelessCase", "StatelessIf",
-    "StatelessWhile", "While", "RemoteCall", "SymbolicGradient", "MapDefun"})
+    *CALLS, "Case", "If", "StatelessCase", "StatelessIf", "StatelessWhile", "While", "RemoteCall",
+    "SymbolicGradient", "MapDefun"})
 # The index of the first argument of the function: behind the condition or the branch's number.
 _FIRST_ARGUMENT = {"If": 1, "StatelessIf": 1, "Case": 1, "StatelessCase": 1}
 # Autograph does not convert the package's functions: that would take most of the time of a trace,
@@ -164,9 +165,20 @@ def types_in(operation: tf.Operation, calls: Collection[str]) -> list[str]:
     return [operation.type, *(node.op for each in definitions for node in each.node_def)]
 
 
+@functools.cache
+def is_call(type: str) -> bool:
+    """Whether ops of this type call a function, which an unregistered type is the name of."""
+    return type in CALLS or op_def_registry.get(type) is None
+
+
+def called_function(call: tf.Operation) -> str:
+    """The name of the function that an operation calls."""
+    return call.get_attr("f").name if call.type in CALLS else call.type
+
+
 def functions_in_attributes(node: Any) -> list[str]:
-    """The names of the functions in a node's attributes."""
-    names = []
+    """The names of the functions in a node's attributes, and in place of its type."""
+    names = [node.op] if is_call(node.op) and node.op not in CALLS else []
     for value in node.attr.values():
         if value.HasField("func"):
             names.append(value.func.name)

@@ -49,8 +49,8 @@ def _known(tensor: tf.Tensor) -> dict[str, Any]:
 
 def _constant_value(tensor: tf.Tensor) -> Any:
     value = tf.get_static_value(tensor)
-    if value is None and tensor.op.type in ("PartitionedCall", "StatefulPartitionedCall"):
-        body = body_of(tensor.graph, tensor.op.get_attr("f").name)
+    if value is None and functions.is_call(tensor.op.type):
+        body = body_of(tensor.graph, functions.called_function(tensor.op))
         value = tf.get_static_value(body.outputs[tensor.value_index])
     # Such as axes that are computed from constants, for which tf.get_static_value returns None.
     if value is None and tensor.dtype.is_integer and (
@@ -70,17 +70,28 @@ def trace(fn: Callable[..., Any], specs: Sequence[Any], name: str) -> Any:
         name, fn, list(specs), {}, add_control_dependencies=True)
 
 
-def body_of(graph: tf.Graph, name: str) -> Any:
-    """The graph of the function ``name``, which ``graph`` can call."""
+def body_of(graph: tf.Graph, name: str, arguments: Sequence[tf.Tensor] | None = None) -> Any:
+    """The graph of the function ``name``, which ``graph`` can call.
+
+    If it is made anew, its inputs have the static shapes of ``arguments``.
+    """
     function = functions.function_of(graph, name)
     body = getattr(function, "graph", None)
-    return _graph_of(function.cached_definition, graph) if body is None else body
+    if isinstance(body, func_graph_lib.FuncGraph):
+        return body
+    return _graph_of(function.cached_definition, graph, arguments)
 
 
-def _graph_of(definition: Any, graph: tf.Graph) -> Any:
+def _graph_of(definition: Any, graph: tf.Graph, arguments: Sequence[tf.Tensor] | None) -> Any:
     """A graph from a function's definition; it can call the functions that ``graph`` can call."""
+    shapes = None
+    if arguments is not None:
+        shapes = [None if tensor.dtype == tf.resource else tensor.shape for tensor in arguments]
+        definition = type(definition).FromString(definition.SerializeToString())
+        for parameter in definition.arg_attr.values():
+            parameter.attr.pop("_output_shapes", None)  # which counts for more than ``shapes``
     with graph.as_default():
-        body = function_def_to_graph.function_def_to_graph(definition)
+        body = function_def_to_graph.function_def_to_graph(definition, input_shapes=shapes)
     called = {name: None for node in definition.node_def
               for name in functions.functions_in_attributes(node) if name}
     graphs.hand_on_functions(graph, body, called)
@@ -173,9 +184,9 @@ def called_body(call: tf.Operation) -> Any:
     """
     known = {index: value for index, tensor in enumerate(call.inputs)
              if tensor.dtype.is_integer and (value := constant_value(tensor)) is not None}
-    name = call.get_attr("f").name
+    name = functions.called_function(call)
     if not known:
-        return body_of(call.graph, name)
+        return body_of(call.graph, name, call.inputs)
     definition = tf.compat.v1.GraphDef().library.function.add()
     definition.CopyFrom(functions.function_of(call.graph, name).cached_definition)
     constants = {}  # by a parameter's name, the output of the constant that replaces it
@@ -189,7 +200,7 @@ def called_body(call: tf.Operation) -> Any:
         node.input[:] = [constants.get(name, name) for name in node.input]
     for key, name in definition.ret.items():
         definition.ret[key] = constants.get(name, name)
-    return _graph_of(definition, call.graph)
+    return _graph_of(definition, call.graph, call.inputs)
 
 
 def new_function_graph(like: tf.Graph, name: str) -> Any:

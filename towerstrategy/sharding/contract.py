@@ -21,7 +21,7 @@ import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.sharding import graphs, joined, propagate
-from towerstrategy.sharding.layout import BRANCHES, CALLS, LOOPS
+from towerstrategy.sharding.layout import BRANCHES, LOOPS
 from towerstrategy.sharding.rules import lists, registry, scaling
 from towerstrategy.sharding.rules.registry import Op, Plan
 from towerstrategy.sharding.spec import (
@@ -147,7 +147,7 @@ class Contract:
         if operation.type in scaling.ADDITIVE:
             states = _zeros_as_others(operation, states, [
                 self._is_zero(tensor) for tensor in operation.inputs])
-        if operation.type in CALLS:
+        if _tf.is_call(operation.type):
             return self._call(operation, [_tf.called_body(operation)], states)[0]
         if operation.type in LOOPS:
             return self._loop(operation, states)

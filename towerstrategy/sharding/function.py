@@ -21,7 +21,7 @@ from towerstrategy import _tensorflow as _tf, arguments, contexts, refused
 from towerstrategy.batch import rows as rows_lib, sub_batches
 from towerstrategy.merge import merging, results
 from towerstrategy.sharding import step
-from towerstrategy.sharding.layout import CALLS, LOOPS
+from towerstrategy.sharding.layout import LOOPS
 
 _log = logging.getLogger("towerstrategy")
 _EAGER_GRADIENT = (  # an eager tape would take the towers' loops for one
@@ -279,7 +279,7 @@ def _has_loop_on_towers(strategy: Any) -> bool:
     return len(strategy.extended.worker_devices) > 1 and any(
         type in LOOPS
         for operation in tf.compat.v1.get_default_graph().get_operations()
-        for type in _tf.types_in(operation, CALLS))
+        for type in _tf.types_in(operation, _tf.CALLS))
 
 
 def _refuse_sub_batches(value: Any, dtype: Any = None, name: str | None = None,

@@ -24,7 +24,10 @@ def functions_of(operation: tf.Operation) -> list[Any]:
     """The graphs of all branches, or of a loop's condition and body."""
     named = [operation.get_attr(name) for name in function_attributes(operation.type)]
     functions = named[0] if isinstance(named[0], list) else named
-    return [_tf.body_of(operation.graph, function.name) for function in functions]
+    # A loop's outputs have the shapes that its variables have in all iterations.
+    arguments = operation.inputs[1:] if "Case" in operation.type or "If" in operation.type \
+        else operation.outputs
+    return [_tf.body_of(operation.graph, function.name, arguments) for function in functions]
 
 
 def are_read(condition: Any, body: Any) -> list[bool]:

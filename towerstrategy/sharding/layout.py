@@ -19,7 +19,6 @@ from towerstrategy.sharding import traffic as traffic_lib
 from towerstrategy.sharding.rules.registry import Op, Plan
 from towerstrategy.sharding.spec import Replicated, Sharded, Spec
 
-CALLS = ("PartitionedCall", "StatefulPartitionedCall")
 BRANCHES = ("If", "StatelessIf", "Case", "StatelessCase")
 LOOPS = ("While", "StatelessWhile")
 

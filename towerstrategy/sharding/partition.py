@@ -19,7 +19,7 @@ import tensorflow as tf
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.sharding import bodies, homes, staging
 from towerstrategy.sharding.builder import Ref
-from towerstrategy.sharding.layout import BRANCHES, CALLS, LOOPS, Layout, Nested
+from towerstrategy.sharding.layout import BRANCHES, LOOPS, Layout, Nested
 from towerstrategy.sharding.maker import Maker
 from towerstrategy.sharding.rules.registry import Op, Plan
 from towerstrategy.sharding.spec import (
@@ -89,7 +89,7 @@ class Partition:
         values = [self._values[name] for name in operation.input_names]
         controls = self._controls(operation)
         towers = self.towers.at(self._stages.get(operation.name, self.towers.stage))
-        if isinstance(plan, Nested) and operation.type in CALLS:
+        if isinstance(plan, Nested) and operation.is_call:
             outputs = self._inlined(operation, plan.layouts[0], values, controls, towers)
         else:
             if isinstance(plan, Nested):
@@ -111,7 +111,7 @@ class Partition:
         outside = self._outer_controls if operation.is_stateful else []
         # If an assertion ends the step, no weight may have been updated.  A count of steps, which
         # needs no batch, counts the end of the data, too, as on one device.
-        gated = operation.writes_variables and operation.type not in CALLS \
+        gated = operation.writes_variables and not operation.is_call \
             and not self._of_batch.isdisjoint(operation.input_names)
         if gated and len(self._checks) > 1:
             self._checks[:] = [self.towers.builder.gate(self._checks, self.towers.host)]
@@ -393,7 +393,6 @@ def _bytes(tensor: tf.Tensor) -> int:
 
 def _is_repeatable(operation: Op) -> bool:
     """Whether each tower may make the outputs itself instead of receiving them."""
-    if operation.is_stateful or operation.type in (
-            *CALLS, *BRANCHES, *LOOPS):
+    if operation.is_stateful or operation.is_call or operation.type in (*BRANCHES, *LOOPS):
         return False
     return bool(operation.inputs) or sum(map(_bytes, operation.outputs)) <= LARGEST_REPEATED

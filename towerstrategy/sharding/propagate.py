@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.sharding import graphs, joined, traffic as traffic_lib
-from towerstrategy.sharding.layout import BRANCHES, CALLS, LOOPS, Layout, Nested, only_read
+from towerstrategy.sharding.layout import BRANCHES, LOOPS, Layout, Nested, only_read
 from towerstrategy.sharding.rules import lists, registry, scaling
 from towerstrategy.sharding.rules.registry import Op, Plan
 from towerstrategy.sharding.spec import (
@@ -109,7 +109,7 @@ class _Propagation:
     def operation(self, layout: Layout, operation: Op) -> Sequence[Spec]:
         """Puts the plan of an operation into the layout; returns the specs of its outputs."""
         specs = layout.inputs_of(operation)
-        nests = operation.has_effect and operation.type in (*CALLS, *BRANCHES) \
+        nests = operation.has_effect and (operation.is_call or operation.type in BRANCHES) \
             and not _tf.is_compiled(operation.operation)  # each write runs where its variable lives
         plan: Plan | None
         if specs.count(REPLICATED) == len(specs) and not nests:
@@ -117,7 +117,7 @@ class _Propagation:
             return plan.gives
         layout.parted.append(operation)
         enters = nests or not all(isinstance(spec, Replicated) for spec in specs)
-        if enters and operation.type in CALLS:
+        if enters and operation.is_call:
             plan = self._call(operation, specs)
         elif enters and operation.type in (*BRANCHES, *LOOPS):
             plan = self._control_flow(operation, specs)
@@ -305,7 +305,7 @@ def _is_local(layout: Layout, operation: Op, compiled: bool) -> bool:
     plan, specs = layout.plans[operation.name], layout.inputs_of(operation)
     if isinstance(plan, Nested):
         return _match(specs, plan.takes, compiled) and (
-            plan.local or operation.type in CALLS and is_local(
+            plan.local or operation.is_call and is_local(
                 plan.layouts[0], plan.gives, compiled))
     # The tower is given the batch's number of rows, unless XLA compiles it.
     knows_rows = not compiled and all(has_known_rows(spec) for spec in specs

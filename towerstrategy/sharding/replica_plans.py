@@ -21,7 +21,6 @@ from towerstrategy.sharding import graphs, propagate
 from towerstrategy.sharding.contract import Contract
 from towerstrategy.sharding.layout import (
     BRANCHES,
-    CALLS,
     LOOPS,
     Layout,
     Nested,
@@ -87,7 +86,7 @@ class Plans:
         if PER_TOWER not in specs and (
                 not operation.is_stateful or only_reads(operation.operation)):
             return propagate.once(layout, operation)
-        if operation.type in CALLS and not _tf.is_compiled(operation.operation):
+        if operation.is_call and not _tf.is_compiled(operation.operation):
             inner, = states.bodies(operation.operation)
             body = self._layout(inner, specs, [tensor.name for tensor, name in zip(
                 inner.graph.outputs, operation.output_names) if name in summed])
@@ -107,7 +106,7 @@ class Plans:
     def _functions(self, operation: Op, specs: Sequence[Spec], states: Contract) -> dict[str, Any]:
         """``layouts`` and ``only_read`` of a branch or a loop; {} of others."""
         loop, branch = operation.type in LOOPS, operation.type in BRANCHES
-        if not loop and not branch and operation.type not in CALLS:
+        if not loop and not branch and not operation.is_call:
             return {}
         taken: list[Spec] = [spec if tensor.dtype == tf.resource else PER_TOWER
                              for tensor, spec in zip(operation.inputs, specs)]

@@ -15,7 +15,7 @@ import math
 from collections.abc import Mapping
 
 from towerstrategy.placement import scopes
-from towerstrategy.sharding.layout import CALLS, Layout
+from towerstrategy.sharding.layout import Layout
 from towerstrategy.sharding.rules.registry import Op
 from towerstrategy.sharding.spec import Replicated
 from towerstrategy.sharding.towers import Towers
@@ -36,7 +36,7 @@ def stages_of(layout: Layout, values: Mapping[str, Value], towers: Towers) -> di
     stages: dict[str, int] = {}
     for operation in layout.order:
         stage = _stage_by_name(operation, towers)
-        if stage is None and operation.type not in CALLS:
+        if stage is None and not operation.is_call:
             known = {tensor.name: at for tensor in operation.inputs if (at := input_stages.get(
                 tensor.name, stages.get(tensor.op.name))) is not None}
             stage = known[max(known, key=lambda name: _amount_of_data(layout, name, operation))] \
@@ -48,7 +48,7 @@ def stages_of(layout: Layout, values: Mapping[str, Value], towers: Towers) -> di
         stage = stages.get(operation.name, first_use.get(operation.name))
         if stage is None:
             continue
-        if operation.type not in CALLS:
+        if not operation.is_call:
             stages[operation.name] = stage
         for tensor in operation.inputs:
             first_use[tensor.op.name] = min(stage, first_use.get(tensor.op.name, stage))

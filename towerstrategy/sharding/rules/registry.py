@@ -47,6 +47,7 @@ class Op:
       before: the names of the ops that make the inputs, one for each input.
       controls: the names of its control inputs, sorted, as TensorFlow's order differs by process.
       handles: the indices of the inputs that are resources.
+      is_call: whether it calls a function.
       is_stateful: whether its type is registered as stateful.
       has_effect: whether it writes to a variable or to the world outside.
       notes: what rules store while they go over a graph; all its ops share it.
@@ -64,6 +65,7 @@ class Op:
         self.output_names: list[str] = [tensor.name for tensor in self.outputs]
         self.handles = [index for index, tensor in enumerate(self.inputs)
                         if tensor.dtype == tf.resource]
+        self.is_call = _tf.is_call(self.type)
         self.is_stateful = _tf.is_stateful(self.type)
         keeps_controls = self.inputs or self.is_stateful  # a constant need not wait for anything
         self.controls = sorted([control.name for control in operation.control_inputs]
