@@ -278,6 +278,21 @@ class OneProgramTest(parameterized.TestCase):
             weights.append(model.get_weights())
         np.testing.assert_allclose(weights[1][0], weights[0][0], rtol=1e-5, atol=1e-6)
 
+    def test_a_method_that_calls_the_class_s_fit(self):
+        """Else Keras averages the parts of the first batch, which fails for uneven ones."""
+        class Model(keras.Sequential):
+            def train(self):
+                return super().fit(X, Y, batch_size=8, shuffle=False, verbose=0).history["loss"]
+
+        losses = []
+        for strategy in (None, towers()):
+            keras.utils.set_random_seed(1)
+            with strategy.scope() if strategy else contextlib.nullcontext():
+                model = Model([keras.layers.Dense(2)])
+                model.compile("sgd", "mse")
+            losses.append(model.train())
+        np.testing.assert_allclose(*losses, rtol=1e-6)
+
     @IN_TURN
     def test_eagerly_prints_once(self, kit):
         """Else who debugs a step sees a part of the batch."""

@@ -69,7 +69,7 @@ HOOKS: dict[tuple[Any, str], hooks.Hook] = {
     (names.TRAINER, "_maybe_symbolic_build"): hooks.Hook(
         training.symbolic_build,
         "takes a batch from the data and averages it over replicas, which fails for uneven "
-        "sub-batches"),
+        "sub-batches", in_models=True),
     (callback_list.CallbackList, "set_model"): hooks.Hook(
         callbacks.set_model,
         "has callbacks that write the same files on every machine, and that overwrite the last "
