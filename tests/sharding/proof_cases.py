@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 from proof_samples import around, case, flags, random, real, whole
 
-from towerstrategy.sharding.rules import elementwise
+from towerstrategy.sharding.rules import families
 
 raw = tf.raw_ops
 
@@ -27,7 +27,7 @@ def _elementwise() -> None:
         "ZerosLike", "Expm1", "CheckNumerics", "CheckNumericsV2", "Snapshot", "PreventGradient",
         "StopGradient", "IsNan", "IsInf", "IsFinite"}
     messages = {"CheckNumerics": {"message": ""}, "CheckNumericsV2": {"message": ""}}
-    for type in elementwise.UNARY:
+    for type in families.UNARY:
         if type in _OTHER_UNARY:
             _OTHER_UNARY[type](type)
             continue
@@ -35,7 +35,7 @@ def _elementwise() -> None:
         domain = {"low": 1.1, "high": 3.0} if type == "Acosh" else domain
         for array in (real(6, 4, **domain), real(3, 12, **domain)):
             case(type, array, **messages.get(type, {}))
-    for type in elementwise.BINARY:
+    for type in families.BINARY:
         if type in _OTHER_BINARY:
             _OTHER_BINARY[type](type)
         else:
@@ -150,6 +150,9 @@ def _counted(type: str) -> None:
         (5, np.asarray(12, np.int32)),
         (np.asarray(6, np.int32), np.asarray(12, np.int32)),
         (np.asarray(6, np.int32), np.asarray([6, 3, 12], np.int32)),
+        (np.asarray(6, np.int32), np.asarray(6, np.int32)),
+        (np.asarray([6, 4], np.int32), np.asarray([6, 2], np.int32)),
+        (np.asarray([6, 4], np.int32), [0, 2]),
         (np.asarray([3, 6], np.int32), 2),
         (np.asarray(6, np.int32), -1),
     ):

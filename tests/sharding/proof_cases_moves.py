@@ -360,6 +360,13 @@ def _pads_and_fills() -> None:
     case("Pad", real(6, 12), np.asarray([[0, 0], [1, 1]], np.int32))
     around(
         "Pad",
+        lambda x, y: tf.pad(x, [[0, tf.shape(x)[0] - tf.shape(y)[0]], [1, 2]]),
+        real(6, 12),
+        real(6, 4),
+        title="rows less rows",
+    )
+    around(
+        "Pad",
         lambda x, y: raw.Pad(input=x, paddings=[[0, 0], [0, 5 - tf.shape(y)[0]]]),
         real(6, 12),
         real(2, 3),

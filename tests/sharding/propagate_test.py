@@ -345,6 +345,29 @@ class PropagateTest(absltest.TestCase):
             self.assertEqual(layout.outputs, [REPLICATED])
             self.assertNotEmpty(list(layout.all_fallbacks()))
 
+    def test_differences_and_quotients_of_numbers_of_rows(self):
+        """The second gradient of a concatenation would gather the rows, and so would all tokens."""
+        def penalty(x, w):
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                total = tf.reduce_sum(tf.tanh(tf.concat([x, tf.sin(x[:, :1])], 1) * w[0]) ** 2)
+            return tape.gradient(total, x) ** 2
+
+        def second_gradient(x, w):
+            with tf.GradientTape() as tape:
+                tape.watch([x, w])
+                loss = tf.reduce_sum(penalty(x, w))
+            return tape.gradient(loss, [x, w])
+
+        def rows_of_tokens(x, w):
+            tokens = tf.shape(tf.reshape(x, [-1]))[0]
+            return tf.slice(x, [0, 1], [tokens // x.shape[1], 2]) * w[:2]
+
+        for function in (second_gradient, rows_of_tokens):
+            layout = _layout(function, ROWS, WHOLE)
+            self.assertEqual(layout.outputs[0], Sharded(0))
+            self.assertEmpty(list(layout.all_fallbacks()))
+
     def test_lists_hold_each_towers_entries(self):
         """A recurrent layer would gather each of its outputs."""
         def loop(x, w):

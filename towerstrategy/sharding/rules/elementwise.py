@@ -12,6 +12,8 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from towerstrategy.sharding.rules.dimensions import DIMS, MIXED, by_names, is_plain
+from towerstrategy.sharding.rules.entries import entries_of
+from towerstrategy.sharding.rules.families import AS_IT_IS, BINARY, UNARY, names
 from towerstrategy.sharding.rules.registry import Op, Plan, rule
 from towerstrategy.sharding.spec import (
     REPLICATED,
@@ -25,35 +27,8 @@ from towerstrategy.sharding.spec import (
     concatenated,
 )
 
-AS_IT_IS = ("Identity", "StopGradient", "PreventGradient", "Snapshot")
 LINEAR = ("Cast", "Neg", "Real", "Imag", "Conj", "AddN", "AddV2", "Add", "Sub")
-
-
-def _names(text: str) -> list[str]:
-    return text.split()
-
-
-UNARY = _names("""
-    Abs Acos Acosh Angle Asin Asinh Atan Atanh BesselI0 BesselI0e BesselI1 BesselI1e BesselJ0
-    BesselJ1 BesselK0 BesselK0e BesselK1 BesselK1e BesselY0 BesselY1 Bitcast Cast Ceil
-    CheckNumerics CheckNumericsV2 ComplexAbs Conj Cos Cosh Dawsn Digamma Elu Erf Erfc Erfinv Exp
-    Expint Expm1 Floor FresnelCos FresnelSin Identity Imag Inv Invert IsFinite IsInf IsNan
-    LeakyRelu Lgamma Log Log1p LogicalNot Ndtri Neg OnesLike PopulationCount PreventGradient Real
-    Reciprocal Relu Relu6 Rint Round Rsqrt Selu Sigmoid Sign Sin Sinh Snapshot Softplus Softsign
-    Spence Sqrt Square StopGradient Tan Tanh ZerosLike FakeQuantWithMinMaxArgs AsString
-    DecodeBase64 EncodeBase64 StringLength StringLower StringUpper StringStrip
-    StringToHashBucketFast StringToHashBucketStrong StringToHashBucket StringToNumber
-    RegexFullMatch StaticRegexFullMatch StaticRegexReplace RegexReplace Bucketize
-    DebugIdentityV2""")
-BINARY = _names("""
-    Add AddN AddV2 ApproximateEqual Atan2 Betainc BitwiseAnd BitwiseOr BitwiseXor ClipByValue
-    Complex Div DivNoNan EluGrad Equal FakeQuantWithMinMaxArgsGradient FloorDiv FloorMod Greater
-    GreaterEqual Igamma IgammaGradA Igammac InvGrad LeakyReluGrad LeftShift Less LessEqual
-    LogicalAnd LogicalOr Maximum Minimum Mod Mul MulNoNan NextAfter NotEqual Polygamma Pow RealDiv
-    ReciprocalGrad Relu6Grad ReluGrad RightShift RsqrtGrad SelectV2 SeluGrad SigmoidGrad
-    SoftplusGrad SoftsignGrad SqrtGrad SquaredDifference Sub Substr TanhGrad TruncateDiv
-    TruncateMod Xdivy Xlog1py Xlogy Zeta""")
-OF_ONE_SHAPE = _names("""
+OF_ONE_SHAPE = names("""
     AddN ApproximateEqual EluGrad FakeQuantWithMinMaxArgsGradient InvGrad LeakyReluGrad
     ReciprocalGrad Relu6Grad ReluGrad RsqrtGrad Select SeluGrad SigmoidGrad SoftplusGrad
     SoftsignGrad SqrtGrad TanhGrad""")
@@ -117,14 +92,15 @@ def _sharded(op: Op, specs: Sequence[Spec]) -> Plan | None:
 
 
 def _size(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    """The plan of a number of rows: a product, quotient, sum or cast, the maximum of equal ones."""
+    """The plan of a number of rows: arithmetic that keeps it one, a cast, the largest of equals."""
     size = next(spec for spec in specs if isinstance(spec, Size))
     if op.type == "Cast" and op.outputs[0].dtype in (tf.int32, tf.int64):
         return Plan(specs, specs)
     if op.type in ("Maximum", "Minimum") and specs[0] == specs[1] and op.rank(0) == op.rank(1) == 0:
         return Plan(specs, specs[:1])
     if op.type == "Mul" and op.out_rank() == 0 and sum(isinstance(s, Size) for s in specs) == 1:
-        factor = op.value(0 if specs[1] is size else 1)
+        entries = entries_of(op.inputs[0 if specs[1] is size else 1])
+        factor = None if entries is None else entries[()]
         if factor is not None and factor < 1:
             return None
         times = None if factor is None or size.times is None else size.times * int(factor)
@@ -134,12 +110,29 @@ def _size(op: Op, specs: Sequence[Spec]) -> Plan | None:
             and op.rank(0) == op.rank(1) == 0:
         total = concatenated([s.shards(0) for s in specs if isinstance(s, Size)])
         return Plan(specs, [total.size]) if total else None
+    if op.type == "Sub" and specs[0] is size and op.inputs[0].shape.is_fully_defined() \
+            and op.inputs[0].shape == op.inputs[1].shape:
+        return _difference(op, size, specs[1])
     divisor = op.value(1) if op.type == "FloorDiv" and op.out_rank() == 0 else None
-    if divisor is not None and specs[0] is size and int(divisor) > 0 \
-            and size.blocks % int(divisor) == 0:  # the rows of some of the blocks
-        blocks = size.blocks // int(divisor)
-        return Plan([size, REPLICATED], [dataclasses.replace(size.moved(0), blocks=blocks)])
+    if divisor is None or specs[0] is not size or int(divisor) < 1:
+        return None
+    for field in ("blocks", "times"):  # the rows of some blocks; the rows of so many positions each
+        count = getattr(size, field)
+        if count and count % int(divisor) == 0:
+            return Plan([size, REPLICATED], [dataclasses.replace(
+                size.moved(0), **{field: count // int(divisor)})])
     return None
+
+
+def _difference(op: Op, size: Size, other: Spec) -> Plan | None:
+    """The plan of a difference: equal numbers of rows leave none, zero leaves a number as it is."""
+    if isinstance(other, Size) and size.times is not None and size.moved(other.at) == other.moved(
+            other.at) and size.at == other.at:
+        return Plan([size, other], [dataclasses.replace(size.moved(size.at), times=0)])
+    taken = entries_of(op.inputs[1])
+    if isinstance(other, Size) or taken is None or taken.flat[size.at] != 0:
+        return None
+    return Plan([size, REPLICATED], [size.moved(size.at)])
 
 
 def _is_linear(op: Op) -> bool:

@@ -17,7 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy.sharding.rules.elementwise import AS_IT_IS, BINARY, UNARY
+from towerstrategy.sharding.rules.families import AS_IT_IS, BINARY, UNARY
 
 Entries = np.ndarray  # of objects: ints, None, or any object that stands for a number
 

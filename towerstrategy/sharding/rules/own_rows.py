@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy.sharding.rules.elementwise import AS_IT_IS
 from towerstrategy.sharding.rules.entries import dimensions_in, entries_of, sizes_of
+from towerstrategy.sharding.rules.families import AS_IT_IS
 from towerstrategy.sharding.rules.registry import EACH, Op, Plan, plan_of, rule
 from towerstrategy.sharding.rules.scaling import is_zero
 from towerstrategy.sharding.spec import (

@@ -221,6 +221,8 @@ def pad(op: Op, specs: Sequence[Spec]) -> Plan | None:
     padding = entries_of(op.inputs[1])
     if padding is None:
         return None
+    if isinstance(specs[1], Size) and specs[1].times == 0:
+        padding.flat[specs[1].at] = 0
     names = but([dim for dim, both in enumerate(padding) if any(size != 0 for size in both)],
                 len(padding))
     return by_names(op, specs, [names], [names], padded=op.type.startswith("Mirror"))
