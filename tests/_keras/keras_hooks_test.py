@@ -19,7 +19,6 @@ from towerstrategy._tensorflow import wrapping
 
 TABLES = {"keras": {**keras3_hooks.HOOKS, **keras3_hooks.STAGES},
           "tf_keras": {**tf_keras_hooks.HOOKS, **tf_keras_hooks.STAGES}}
-ENTRIES = {"keras": keras3_names.ENTRIES, "tf_keras": tf_keras_names.ENTRIES}
 MARK = "_towerstrategy_original"
 
 
@@ -45,10 +44,6 @@ class HooksTest(parameterized.TestCase):
     def test_stands_where_we_hook_it(self, package, owner, name, hook):
         """Else a new release trains wrongly, because a hook of ours is never called."""
         hooked = owner.__dict__[name]
-        if hook.in_models:
-            self.assertFalse(hasattr(hooked, MARK))
-            self.assertIn(name, ENTRIES[package])
-            return
         original = getattr(hooked, MARK)
         self.assertEqual(original.__module__.split(".")[0], package)
         self.assertNotEmpty(hook.reason)
@@ -69,7 +64,7 @@ class HooksTest(parameterized.TestCase):
     @parameterized.parameters(keras3_hooks, tf_keras_hooks)
     def test_few(self, tables):
         """Else each Keras release breaks more, as before a step was one program."""
-        self.assertLessEqual(sum(not hook.in_models for hook in tables.HOOKS.values()), 14)
+        self.assertLessEqual(len(tables.HOOKS), 15)
 
     @parameterized.parameters(keras, tf_keras)
     def test_layers_without_an_init_are_made(self, kit):

@@ -24,12 +24,6 @@ class Hook(NamedTuple):
 
     replacement: Callable[..., Any]  # takes the original, then its arguments
     reason: str  # what the original does wrong on towers
-    # Whether it replaces a method on a strategy's models, not on Keras' class.  If so, the name is
-    # in that Keras' ``names.ENTRIES``, too.
-    in_models: bool = False
-
-
-_in_models: dict[tuple[Any, str], Hook] = {}
 
 
 def install(table: Mapping[tuple[Any, str], Hook]) -> None:
@@ -42,10 +36,7 @@ def install(table: Mapping[tuple[Any, str], Hook]) -> None:
         if name not in owner.__dict__:
             raise AttributeError(f"{_tf.owner_name(owner)}.{name}")
     for (owner, name), hook in table.items():
-        if hook.in_models:
-            _in_models[owner, name] = hook
-        else:
-            _tf.Place([owner], name, hook.reason).wrap(hook.replacement)
+        _tf.Place([owner], name, hook.reason).wrap(hook.replacement)
 
 
 def wrap_methods(model: Any, methods: Iterable[str]) -> None:
@@ -55,17 +46,12 @@ def wrap_methods(model: Any, methods: Iterable[str]) -> None:
 
 
 def _wrapper(model_class: Any, name: str) -> Callable[..., Any]:
-    """A method that puts the hooks in place, then calls the class's method or its replacement."""
-    replacements = [hook.replacement for (owner, hooked), hook in _in_models.items()
-                    if hooked == name and issubclass(model_class, owner)]
+    """A method that puts the hooks in place, then calls the class's method."""
 
     @_tf.with_short_tracebacks
     @functools.wraps(getattr(model_class, name))
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        method = getattr(type(self), name)
-        for replacement in replacements:
-            method = functools.partial(replacement, method)
         with _tf.at_work():
-            return method(self, *args, **kwargs)
+            return getattr(type(self), name)(self, *args, **kwargs)
 
     return call

@@ -62,14 +62,14 @@ HOOKS: dict[tuple[Any, str], hooks.Hook] = {
     (names.TRAINER, "_make_function"): hooks.Hook(
         training.make_function,
         "takes unsplit data in train_on_batch and test_on_batch, and does not adopt variables that "
-        "were built after compile", in_models=True),
+        "were built after compile"),
     (names.TRAINER, "make_predict_function"): hooks.Hook(
         training.make_predict_function,
         "takes unsplit data in predict_on_batch; Python takes predict's batches from the data"),
     (names.TRAINER, "_maybe_symbolic_build"): hooks.Hook(
         training.symbolic_build,
         "takes a batch from the data and averages it over replicas, which fails for uneven "
-        "sub-batches", in_models=True),
+        "sub-batches"),
     (callback_list.CallbackList, "set_model"): hooks.Hook(
         callbacks.set_model,
         "has callbacks that write the same files on every machine, and that overwrite the last "

@@ -30,7 +30,7 @@ OWNER, OWNER_OF_OPTIMIZER = "_distribute_strategy", "_distribution_strategy"
 # The methods of a model that run code before Keras enters the model's scope.
 ENTRIES = ("compile", "fit", "evaluate", "predict", "train_on_batch", "test_on_batch",
            "predict_on_batch", "make_train_function", "make_test_function", "make_predict_function",
-           "_make_function", "_maybe_symbolic_build")
+           "_maybe_symbolic_build")
 METRIC, OPTIMIZERS = metric_module.Metric, base_optimizer.BaseOptimizer
 BATCH_NORM, EMBEDDING = batch_normalization.BatchNormalization, embedding.Embedding
 # The ``call`` methods of functional and sequential models, whose order of layers is known.
