@@ -19,6 +19,7 @@ import tensorflow as tf
 
 from benchmarks import flat, fusion, on_gpus
 from towerstrategy import _tensorflow as _tf
+from towerstrategy._tensorflow import graphs
 
 HOST = on_gpus.HOST
 OF_BATCH = ("IteratorGetNext", "OptionalGetValue", "IteratorGetNextAsOptional", "OptionalHasValue")
@@ -57,7 +58,7 @@ class Memories:
 
     def _look_at(self, number, readers):
         each, own = self.operations[number], self.stretches[number]
-        fixed = _tf.host_memory(each.traced, of_any_type=True)[0]
+        fixed = on_host(each.traced, of_any_type=True)[0]
         if not self._asks[number] and any(
                 self.stretches[reader] == own and place in self._fixed[reader]
                 for reader, place in readers):
@@ -111,9 +112,24 @@ def _kernel(each, known):
     """For each input and output of an operation whether it is in the host's memory."""
     if each.traced is None or each.device == HOST:
         return [each.device == HOST] * len(each.inputs), [each.device == HOST] * len(each.sizes)
-    taken, given = _tf.host_memory(each.traced)
+    taken, given = on_host(each.traced)
     # Constants of int32 are on the host.
     return taken, [each.traced.outputs[0].dtype == tf.int32] * len(given) if known else given
+
+
+def on_host(operation, of_any_type=False):
+    """For each input, and each output, of an op on a GPU: whether it is in the host's memory.
+
+    It is so if the op's kernel says so; with ``of_any_type``, if the kernels for all dtypes do.
+    Without a GPU kernel, all are in the host's memory.
+    """
+    definition, node = operation.op_def, operation.node_def
+    kernels = [each for kind in ("GPU", "DEFAULT") for each in graphs._kernels(node.op, kind)]
+    if not of_any_type:
+        kernels = [each for each in kernels if graphs._fits(node, each)][:1]
+    return tuple([all(arg.name in kernel.host_memory_arg for kernel in kernels)
+                  for arg in args for _ in range(graphs.length(node, arg))]
+                 for args in (definition.input_arg, definition.output_arg))
 
 
 def size_of(operation, index, rows):

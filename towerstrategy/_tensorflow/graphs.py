@@ -114,23 +114,12 @@ def _register_xla_kernels() -> None:
         tf.function(lambda: tf.zeros([]) + 1., jit_compile=True, autograph=False)()
 
 
-def host_memory(operation: tf.Operation, of_any_type: bool = False
-                ) -> tuple[list[bool], list[bool]]:
-    """For each input, and each output, of an op on a GPU: whether it is in the host's memory.
-
-    It is so if the op's kernel says so; with ``of_any_type``, if the kernels for all dtypes do.
-    Without a GPU kernel, all are in the host's memory.
-    """
-    definition, node = operation.op_def, operation.node_def
-    kernels = [each for kind in ("GPU", "DEFAULT") for each in _kernels(node.op, kind)]
-    if not of_any_type:
-        kernels = [each for each in kernels if _fits(node, each)][:1]
-
-    def on_host(args: Any) -> list[bool]:
-        return [all(arg.name in kernel.host_memory_arg for kernel in kernels)
-                for arg in args for _ in range(length(node, arg))]
-
-    return on_host(definition.input_arg), on_host(definition.output_arg)
+def gives_on_host(operation: tf.Operation) -> bool:
+    """Whether all outputs of an op on a GPU are on the host: by its kernel, or for lack of one."""
+    kernel = next((each for kind in ("GPU", "DEFAULT") for each in _kernels(operation.type, kind)
+                   if _fits(operation.node_def, each)), None)
+    return kernel is None or all(
+        arg.name in kernel.host_memory_arg for arg in operation.op_def.output_arg)
 
 
 def length(node: Any, arg: Any) -> int:

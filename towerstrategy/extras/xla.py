@@ -155,7 +155,7 @@ def _is_small(operation: tf.Operation) -> bool:
 
 def _is_constant(operation: tf.Operation) -> bool:
     """Whether an operation's outputs are constants on the host, which would be sent to a GPU."""
-    return _is_pure(operation) and all(_tf.host_memory(operation)[1]) and all(
+    return _is_pure(operation) and _tf.gives_on_host(operation) and all(
         _tf.constant_value(tensor) is not None for tensor in operation.outputs)
 
 
