@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy.merge import shares as shares_lib
+from towerstrategy.merge import results, shares as shares_lib
 from towerstrategy.placement import kind
 
 NESTED_MERGE = (
@@ -178,7 +178,7 @@ class TowerContext(tf.distribute.ReplicaContext):
             raise RuntimeError(NESTED_MERGE)
         if tf.executing_eagerly():
             return self.call.sync(merge_fn, args, kwargs)
-        return self.call.sync(lambda *args, **kwargs: tf.nest.map_structure(
+        return self.call.sync(lambda *args, **kwargs: results.map_tensors(
             _without_gradient, merge_fn(*args, **kwargs)), args, kwargs)
 
 
@@ -194,8 +194,6 @@ def _without_gradient(leaf: Any) -> Any:
     No tape records a sync point.  Without this op TensorFlow would walk back from the result, and
     through the inputs of all towers, looking for variables, for each gradient of ``all_reduce``.
     """
-    if isinstance(leaf, (_tf.Mirrored, _tf.PerReplica)) and not _tf.is_variable(leaf):
-        return type(leaf)(tuple(map(_without_gradient, leaf.values)))
     return tf.stop_gradient(leaf) if isinstance(leaf, tf.Tensor) else leaf
 
 
