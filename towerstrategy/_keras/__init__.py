@@ -42,12 +42,9 @@ class Scope:
 
     def __enter__(self) -> Any:
         install_hooks()
+        strategy = self._scope.__enter__()
         _tf.enter_work()
-        try:
-            return self._scope.__enter__()
-        except BaseException:
-            _tf.leave_work()
-            raise
+        return strategy
 
     def __exit__(self, *error: Any) -> None:
         try:
