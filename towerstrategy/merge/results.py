@@ -44,10 +44,6 @@ class TowerResults(_tf.PerReplica):
         super().__init__(values)
         self._shares, self._counts = shares, counts
 
-    def with_values(self, values: Any) -> TowerResults:
-        """``values`` as results of the same batch."""
-        return TowerResults(values, self._shares, self._counts)
-
     def shares(self, workers: Workers | None) -> shares_lib.Shares:
         """The batch's shares."""
         # Made from counts at each call, because their tensors belong to the current graph.
@@ -77,8 +73,8 @@ def map_tensors(fn: Callable[[Any], Any], nest: Any) -> Any:
             return fn(leaf)
         if isinstance(leaf, (_tf.PerReplica, _tf.Mirrored)) and not _tf.is_variable(leaf):
             values = [map_tensors(fn, part) for part in leaf.values]
-            return leaf.with_values(values) if isinstance(leaf, TowerResults) \
-                else type(leaf)(values)
+            return TowerResults(values, leaf._shares, leaf._counts) \
+                if isinstance(leaf, TowerResults) else type(leaf)(values)
         if isinstance(leaf, _tf.CompositeTensor) and not _tf.is_variable(leaf):
             return tf.nest.map_structure(fn, leaf, expand_composites=True)
         return leaf
