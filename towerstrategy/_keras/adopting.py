@@ -123,7 +123,6 @@ def adopt_optimizer(optimizer: Any, names: Any) -> None:
 
 
 def set_owner(optimizer: Any, strategy: tf.distribute.Strategy) -> None:
-    """Sets an optimizer's strategy."""
     # tf_keras' LossScaleOptimizer has no such attribute; it asks its inner optimizer.
     if "_distribution_strategy" in vars(optimizer):
         optimizer._distribution_strategy = strategy

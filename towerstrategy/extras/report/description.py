@@ -85,7 +85,6 @@ def table(header: Sequence[str], rows: Sequence[Sequence[Any]], numbers: Sequenc
 
 
 def _roles(placement: devices_lib.Placement) -> dict[str, str]:
-    """The role of each device."""
     roles = {names.short_name(device): f"tower {number}"
              for number, device in enumerate(placement.devices)}
     if placement.rows:

@@ -181,7 +181,6 @@ class Watch:
             followed, len(self._placement.towers), extended.first_replica)
 
     def begin(self, epoch: int) -> None:
-        """Begins an epoch."""
         self._epoch = epoch
         self._calls = 0
         self._before = {count: count() for count in self._before if count is not None}
