@@ -49,7 +49,6 @@ def forget_functions(model: Any) -> None:
 def make_twin(strategy: tf.distribute.Strategy, model: Any, names: Any) -> Any:
     """A second handle on ``model`` that trains on the strategy's towers."""
     check_owner(strategy, f"model {model.name!r}", getattr(model, names.OWNER))
-    check_variables(strategy, model, state.variables_of(model, names))
     return adopt(strategy, _new_twin(model, names), names)
 
 
