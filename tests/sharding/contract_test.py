@@ -169,14 +169,14 @@ WRONG = {
 }
 
 
-def trained(strategy, loss_of, whole=False):
+def trained(strategy, loss_of, whole=False, persistent=False):
     """The weights after a step, and what was warned of."""
     with strategy.scope():
         weights = [tf.Variable(value) for value in WEIGHTS]
         optimizer = keras.optimizers.SGD(.1)
 
     def step(x, y):
-        with tf.GradientTape() as tape:
+        with tf.GradientTape(persistent=persistent) as tape:
             loss = loss_of(strategy, weights, x, y)
         optimizer.apply(tape.gradient(loss, weights), weights)
 
@@ -217,6 +217,11 @@ class ContractTest(parameterized.TestCase):
         self.assertEmpty(said)
         for one, other in zip(got, wanted):
             np.testing.assert_allclose(one, other, rtol=1e-6)
+
+    def test_a_branch_under_a_persistent_tape(self):
+        """Else its right gradients are warned of: zeros are added to what it kept for them."""
+        self.assertEmpty(trained(towerstrategy.TowerStrategy(DEVICES[:3]), RIGHT["sum_in_branch"],
+                                 persistent=True)[1])
 
     def test_a_warning_that_is_an_error_ends_the_step(self):
         """Else who asks for an error trains on, and is not even warned, as AutoGraph changes it."""

@@ -139,7 +139,7 @@ class Contract:
         states = [self.of(tensor) for tensor in operation.inputs]
         count = len(operation.outputs)
         if count == 1 and (scaling.is_zero(operation.outputs[0]) or any(
-                tensor.name in self._zeros and scaling.is_linear(operation, index)
+                tensor.name in self._zeros and scaling.zero_stays(operation, index)
                 for index, tensor in enumerate(operation.inputs))):
             self._zeros.add(operation.outputs[0].name)
             spec = self._outputs_of(operation, states)[0].spec
@@ -163,11 +163,10 @@ class Contract:
             for tensor, state in zip(operation.outputs, found)]
 
     def _call(self, operation: tf.Operation, bodies: Iterable[Any], *states: Sequence[State],
-              zeros: Sequence[bool] = ()) -> list[list[State]]:
-        """The states of the outputs of an operation's function bodies, for those of their inputs.
-
-        ``zeros`` says which inputs are zero.
-        """
+              zeros: Sequence[bool] | None = None) -> list[list[State]]:
+        """The states of the bodies' outputs, for those of their inputs; ``zeros``: which are 0."""
+        if zeros is None:
+            zeros = [*map(self._is_zero, operation.inputs)][-len(states[0]):]
         contracts = self._bodies[operation.name] = []
         for body, inputs in zip(bodies, states):
             inner = Contract(body)
@@ -202,9 +201,9 @@ class Contract:
         found = self._call(operation, bodies, *([state._replace(spec=joined.branch_input(
             condition, number, state.spec)) for state in states[1:]]
             for number in range(len(bodies))))
-        by_branch = [[None if self._is_zero(tensor) else (tensor, state)
-                      for tensor, state in zip(body.outputs, outputs)]
-                     for body, outputs in zip(bodies, found)]
+        by_branch = [[None if scaling.is_number(tensor) and inner._is_zero(tensor)
+                      else (tensor, state) for tensor, state in zip(inner.graph.outputs, outputs)]
+                     for inner, outputs in zip(self._bodies[operation.name], found)]
         return [_branch_output(condition, states[0], tensor, [
             each for each in outputs if each is not None])
             for tensor, outputs in zip(operation.outputs, zip(*by_branch))]
@@ -246,9 +245,7 @@ class Contract:
                 for spec in plan.gives]
 
     def _is_zero(self, tensor: tf.Tensor) -> bool:
-        while tensor.op.type == "Identity":
-            tensor = tensor.op.inputs[0]
-        return scaling.is_number(tensor) and (
+        return (scaling.is_number(tensor) or tensor.dtype == tf.variant) and (
             tensor.name in self._zeros or scaling.is_zero(tensor))
 
 

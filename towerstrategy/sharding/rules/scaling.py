@@ -70,7 +70,8 @@ _ABSORBING = frozenset({("Xdivy", 0), ("Xlogy", 0), ("Xlog1py", 0), ("MulNoNan",
 
 
 # An op type -> the input that makes the output zero if it is zero.
-_ZERO_INPUT = {"Fill": 1, "BroadcastTo": 0, "Cast": 0, "SelectV2": 1}
+_ZERO_INPUT = {"Fill": 1, "BroadcastTo": 0, "Cast": 0, "SelectV2": 1, "Identity": 0,
+               "OptionalGetValue": 0}
 
 
 def is_zero(tensor: tf.Tensor) -> bool:
@@ -78,11 +79,20 @@ def is_zero(tensor: tf.Tensor) -> bool:
     operation = tensor.op
     if operation.type == "ZerosLike":
         return True
-    if operation.type in _ZERO_INPUT and (
-            operation.type != "SelectV2" or _is_true(operation.inputs[0].op)):
+    if operation.type in _ZERO_INPUT and _keeps_zero(operation, _ZERO_INPUT[operation.type]):
         return is_zero(operation.inputs[_ZERO_INPUT[operation.type]])
     value = tf.get_static_value(tensor)
     return value is not None and value.dtype.kind in "fc" and not value.any()
+
+
+def _keeps_zero(operation: tf.Operation, index: int) -> bool:
+    return _ZERO_INPUT.get(operation.type) == index and (
+        operation.type != "SelectV2" or _is_true(operation.inputs[0].op))
+
+
+def zero_stays(operation: tf.Operation, index: int) -> bool:
+    """Whether the outputs are zero if input ``index`` is."""
+    return is_linear(operation, index) or _keeps_zero(operation, index)
 
 
 def _is_true(operation: tf.Operation) -> bool:
