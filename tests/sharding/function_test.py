@@ -246,6 +246,15 @@ class FunctionTest(parameterized.TestCase):
         strategy.function(step)(*strategy.split(batch))
         self.assertEmpty(strategy.extended.done_with_all_rows)
 
+    def test_other_numbers_of_rows_beside_two_views(self):
+        """Else a loss of wrong pairs is silent: rows are left out, or the last one is repeated."""
+        strategy = strategy_of(3)
+        for batch, others in ((4, 7), (4, 9), (4, 16), (1, 3)):
+            several = tf.Variable(tf.range(others, dtype=tf.float32))
+            step = strategy.function(lambda x: tf.concat([x, 2 * x], 0) * several)  # noqa: B023
+            with self.assertRaises(tf.errors.InvalidArgumentError):
+                step(strategy.split(X[:batch]))
+
     def test_batches_of_different_sizes_in_a_graph(self):
         """Else rows are counted wrongly in silence, where only the step can know their numbers."""
         strategy = strategy_of(3)

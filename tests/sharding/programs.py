@@ -253,6 +253,14 @@ def views_in_a_dimension(y, z):
 
 
 @loss_program
+def views_of_open_width(y, z):
+    """How many entries an example has shows at run time only."""
+    z = z[:, :tf.reduce_max(y) + 1]
+    both = tf.reshape(tf.concat([z, z ** 2], 0), [-1])
+    return tf.reduce_sum(both * tf.sort(both)) + tf.reduce_sum(both * tf.sort(both)[:y[0] * 0 + 1])
+
+
+@loss_program
 def supervised_contrastive(y, z):
     same = tf.cast(y[:, None] == y[None], D)
     logs = tf.nn.log_softmax(normalized(z) @ tf.transpose(normalized(z)))

@@ -32,15 +32,24 @@ def split(value: Any, spec: Sharded, tower: int) -> Ref:
     return node
 
 
-def slices(value: Any, wanted: Sharded, tower: int) -> Ref:
-    """A tower's slices of all pieces of the whole tensor; if its size there is 1, all of it."""
+def slices(value: Any, wanted: Sharded, has_rows: bool, tower: int) -> Ref:
+    """A tower's slices of all pieces of the whole tensor; if its size there is 1, all of it.
+
+    Unless the tensor is known to have all rows (``has_rows``), the last tower fails, or what uses
+    its slices does, if there are too many or too few, as on one device.
+    """
     towers: Towers = value.towers
     whole: Ref = value.whole()
     if towers.replicas == 1:
         return whole
     make, number, examples = towers.on_host, towers.number, dataclasses.replace(wanted, times=1)
-    times = times_of(towers, wanted, value.rows_in(wanted.dim), towers.size(examples, tf.int64))
-    ranges, first = [], number(0)
+    rows = value.rows_in(wanted.dim)
+    times = times_of(towers, wanted, rows, towers.size(examples, tf.int64))
+    is_one = make("Equal", rows, number(1)) \
+        if wanted.broadcast and value.shape[wanted.dim] is None else None
+    if is_one is not None:
+        times = make("SelectV2", is_one, number(0), times)
+    ranges, first, others = [], number(0), number(0)
     for piece in examples.pieces:
         assert isinstance(piece.group, str) and piece.times
         begin = make("AddV2", first, towers.times(
@@ -48,10 +57,13 @@ def slices(value: Any, wanted: Sharded, tower: int) -> Ref:
         end = make("AddV2", begin, towers.size(piece, tf.int64, tower))
         ranges.append(make("Range", *(make("Mul", at, times) for at in (begin, end)), number(1)))
         first = make("AddV2", first, towers.size(piece, tf.int64))
+    if not has_rows and towers.first + tower == towers.replicas - 1:
+        others = make("Sub", rows, make("Mul", first, times))
+        others = make("AddV2", others, others)  # not 1, which would broadcast
+    if is_one is not None:
+        others = make("SelectV2", is_one, number(1), others)
+    ranges.append(make("Range", number(0), others, number(1)))
     positions = make("ConcatV2", *ranges, number(0, tf.int32), N=len(ranges))
-    if wanted.broadcast and value.shape[wanted.dim] is None:
-        last = make("Sub", value.rows_in(wanted.dim), number(1))
-        positions = make("Minimum", positions, last)
     return towers.on(tower, "GatherV2", whole, positions, number(wanted.dim, tf.int32))
 
 

@@ -293,7 +293,7 @@ class Value:
         towers.note("cut")
         if not in_one_block(wanted):
             return Value(towers, wanted, self.shape, self.whole,
-                         functools.partial(pieces.slices, self, wanted))
+                         functools.partial(pieces.slices, self, wanted, has_rows))
 
         def part(tower: int) -> Ref:
             if towers.replicas == 1:
