@@ -286,6 +286,25 @@ class FunctionTest(parameterized.TestCase):
         self.assertEqual(total, 36)
         self.assertEmpty(strategy.extended.done_with_all_rows)
 
+    def test_words_of_rows(self):
+        """Else a model that splits its texts into words runs on one device behind them."""
+        strategy = strategy_of(3)
+        table = tf.Variable(tf.random.stateless_normal([10, 4], [1, 2]))
+
+        @strategy.function
+        def step(texts, y):
+            words = tf.strings.to_hash_bucket_fast(tf.strings.split(texts), 9).to_tensor(-1)
+            with tf.GradientTape() as tape:
+                rows = tf.tanh(tf.reduce_sum(tf.gather(table, words + 1), 1))
+                loss = tf.reduce_mean((rows - y) ** 2)
+            return rows, loss, tf.convert_to_tensor(tape.gradient(loss, table))
+
+        texts = tf.constant(["a b", "", "c", "a c b b d", "d  e ", "b", "e a"])
+        y = tf.random.stateless_normal([7, 4], [3, 4])
+        for got, wanted in zip(step(*strategy.split((texts, y))), step.python_function(texts, y)):
+            np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6)
+        self.assertEmpty(strategy.extended.done_with_all_rows)
+
     @parameterized.parameters(1, 3)
     def test_input_signature(self, towers):
         """Else a signature written for one device is refused, or traced for each batch."""

@@ -542,6 +542,15 @@ def _gathers() -> None:
     case("ScatterNd", whole(6, 1), real(6, 3), [4, 3])
     around("ScatterNd", lambda at, x: tf.strings.length(tf.scatter_nd(
         at, tf.strings.as_string(x), [9])), np.arange(6)[:, None], whole(6), title="of strings")
+    around("StringSplitV2", lambda x: raw.StringSplitV2(
+        input=tf.strings.as_string(x), sep="1").shape, whole(6, high=300), title="shape")
+    around("StringSplitV2", lambda x: tf.strings.length(tf.strings.split(
+        tf.strings.as_string(x), "1").to_tensor()), whole(12, high=300), title="padded")
+    for shape in (-1, [-1, 3]):
+        around("RaggedTensorToTensor", lambda x, rows, shape=shape: raw.RaggedTensorToTensor(
+            shape=shape, values=x, default_value=-1.0, row_partition_tensors=[rows, [
+                0, 0, 1, 4, 4, 4, 4, 5]], row_partition_types=["FIRST_DIM_SIZE", "VALUE_ROWIDS"]),
+            real(8), np.asarray(6), title=f"to {shape}")
     case("ScatterNd", whole(6, 12, 2), real(6, 12), [4, 4])
     case("ScatterNd", whole(4, 6), real(4), [4] * 6)
     case("ScatterNd", whole(6, 1), real(6, 6), [4, 6])

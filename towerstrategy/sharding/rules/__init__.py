@@ -17,4 +17,5 @@ from towerstrategy.sharding.rules import (
     reductions as reductions,
     shapes as shapes,
     views as views,
+    words as words,
 )
