@@ -183,6 +183,25 @@ class PropagateTest(absltest.TestCase):
         self.assertEqual(_outputs(heads, ([None, 4, 2, 3], Sharded(0)), ([6, 5], REPLICATED)),
                          [Sharded(0)])
 
+    def test_gradients_of_some_and_of_repeated_columns_keep_rows(self):
+        """Detectors that leave out boxes, and decision trees that repeat a node's probability for
+        its children, would be done with all rows in front of that in the backward pass."""
+        def gradient_of(change):
+            def gradient(x):
+                with tf.GradientTape() as tape:
+                    tape.watch(x)
+                    flat = tf.reshape(x, [tf.shape(x)[0], -1, 3])
+                    loss = tf.reduce_sum(tf.sin(change(flat)))
+                return tape.gradient(loss, x)
+            return gradient
+
+        for change in (lambda flat: flat[:, :5], lambda flat: tf.tile(flat, [1, 2, 1]),
+                       lambda flat: tf.repeat(tf.tile(flat, [1, 1, 2])[:, 1:], 2, 1),
+                       lambda flat: tf.concat([flat[:, 2:], flat[:, :5]], 1),
+                       lambda flat: tf.reverse(tf.cumsum(tf.roll(flat, 1, 1), 1), [1])):
+            self.assertEqual(_outputs(gradient_of(change), ([None, 4, 2, 3], Sharded(0))),
+                             [Sharded(0)])
+
     def test_chosen_rows_stay_on_the_towers(self):
         """A loss of `tf.boolean_mask(logits, mask)` and `tf.boolean_mask(labels, mask)` would be
         made with all rows, and all that is in front of it in the backward pass."""

@@ -34,7 +34,10 @@ _LARGEST = 64  # entries of a tensor whose values are looked for
 _INTEGER = (int, np.integer)
 # An op type and the index of an output -> the index of the input that has the same shape.
 _SHAPED_AS = {("FusedBatchNormV3", 0): 0, ("FusedBatchNormGradV3", 0): 1, ("Softmax", 0): 0,
-              ("LogSoftmax", 0): 0, ("SparseSoftmaxCrossEntropyWithLogits", 1): 0}
+              ("LogSoftmax", 0): 0, ("SparseSoftmaxCrossEntropyWithLogits", 1): 0,
+              ("AddN", 0): 0, ("Cumsum", 0): 0, ("ReverseV2", 0): 0, ("Roll", 0): 0}
+# An op type -> the input that is the output's shape.
+_SHAPES = {"BroadcastTo": 1, "Slice": 2, "StridedSliceGrad": 0}
 _ARITHMETIC: dict[str, Callable[[Any, Any], Any]] = {
     "Add": lambda x, y: x + y, "AddV2": lambda x, y: x + y, "Sub": lambda x, y: x - y,
     "Mul": lambda x, y: x * y, "Maximum": max, "Minimum": min,
@@ -80,8 +83,10 @@ def sizes_of(tensor: tf.Tensor, depth: int = _DEPTH) -> list[int | None] | None:
         return static
     if tensor.op.type == "Reshape":
         computed = _reshape_target(tensor.op, depth - 1)
-    elif tensor.op.type in ("BroadcastTo", "Slice"):
-        computed = _entries(tensor.op.inputs[-1], depth - 1)
+    elif tensor.op.type in _SHAPES:
+        computed = _entries(tensor.op.inputs[_SHAPES[tensor.op.type]], depth - 1)
+    elif tensor.op.type == "Sum":
+        computed = _summed_shape(tensor.op, depth - 1)
     elif tensor.op.type == "Transpose":
         before, order = sizes_of(tensor.op.inputs[0], depth - 1), _tf.constant_value(
             tensor.op.inputs[1])
@@ -140,6 +145,16 @@ def _reshape_target(operation: tf.Operation, depth: int) -> list[Any] | None:
                      for dim, size in enumerate(sizes)], [size for size in target if size != -1])
     return list(target) if rest is None or rest.times else [
         int(rest.known) if size == -1 else size for size in target]
+
+
+def _summed_shape(operation: tf.Operation, depth: int) -> list[int | None] | None:
+    """The shape of a sum over some axes."""
+    before, axes = sizes_of(operation.inputs[0], depth), _tf.constant_value(operation.inputs[1])
+    if before is None or axes is None:
+        return None
+    kept = [1] if operation.get_attr("keep_dims") else []
+    summed = {int(axis) % max(len(before), 1) for axis in axes.flat}
+    return [each for dim, size in enumerate(before) for each in (kept if dim in summed else [size])]
 
 
 def _broadcast_shape(shapes: Sequence[Any]) -> list[int | None] | None:
