@@ -31,7 +31,7 @@ def split(op: Op, specs: Sequence[Spec]) -> Plan | None:
         return [*map(m.on_each, words), m.each(
             lambda tower: m.towers.with_entry(shape, 0, m.own_shape(0, tower, dtype)))]
 
-    return Plan([texts, REPLICATED], [REPLICATED, REPLICATED, Size(0, texts.times)],
+    return Plan([texts, REPLICATED], [REPLICATED, REPLICATED, texts.size],
                 make=make, whole=whole)
 
 
