@@ -64,6 +64,20 @@ def convolutions():
 
 
 @program
+def traces_in_a_loop():
+    """Of Jacobians, as in a continuous flow."""
+    w = weights(4, 9)
+
+    def loss_of(x, y):
+        total = tf.zeros(tf.shape(x)[:1], D)
+        for _ in tf.range(3):
+            total += tf.linalg.trace(tf.reshape(tf.tanh(x @ w), [-1, 3, 3]))
+        return tf.reduce_mean(total ** 2)
+
+    return descend(tf.autograph.to_graph(loss_of), w)
+
+
+@program
 def ctc():
     """Loops whose bodies are functions that are called by their names."""
     w = tf.Variable(tf.cast(weights(4, 18), tf.float32))

@@ -20,9 +20,15 @@ from towerstrategy.sharding.spec import REPLICATED, Sharded, Spec, has_known_row
 
 @rule("MatrixDiagV2", "MatrixDiagV3")
 def diag(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    spec, sizes = _of_one_matrix(op, specs, 1), [op.value(index) for index in (2, 3)]
-    if spec is None or op.rank(0) != 1 or any(size is None or size != -1 for size in sizes):
-        return along_front(op, specs, (_dims(op, 1),))
+    spec, given = _of_one_matrix(op, specs, 1), (op.value(2), op.value(3))
+    sizes = {size if size is None else int(size) for size in given}
+    if spec is None or op.rank(0) != 1 or sizes != {-1}:
+        plan = along_front(op, specs, (_dims(op, 1),))
+        if plan is not None and spec is not None and {op.inputs[0].shape[-1]} == sizes:
+            # Its shape function refuses sizes beside a diagonal whose static shape the copy lost.
+            plan.make, plan.alone = lambda m: m.copy([m.parts(0), m.parts(1), *[
+                m.constant(-1, tf.int32, EACH)] * 2, m.parts(4)], EACH), 0
+        return plan
 
     def make(m: Any) -> Any:
         columns = _range(m, m.rows(0, tf.int64))
