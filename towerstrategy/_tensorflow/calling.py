@@ -100,9 +100,20 @@ class _Texts(dict[str, str]):
 
 def _output_names(node: Any) -> list[str]:
     """The names of a node's outputs in a function: output argument and number in it."""
+    single = _single_outputs(node.op)
+    if single is not None:
+        return single
     definition = tf.compat.v1.NodeDef.FromString(node.attributes)
     return [f"{argument.name}:{number}" for argument in op_def_registry.get(node.op).output_arg
             for number in range(graphs.length(definition, argument))]
+
+
+@functools.cache
+def _single_outputs(type: str) -> list[str] | None:
+    """:func:`_output_names` for this op type; None if an argument may have several outputs."""
+    arguments = op_def_registry.get(type).output_arg
+    several = any(argument.number_attr or argument.type_list_attr for argument in arguments)
+    return None if several else [f"{argument.name}:0" for argument in arguments]
 
 
 def _read_only(nodes: Mapping[str, Any], inputs: Mapping[tuple[str, int], tf.Tensor]) -> list[int]:
