@@ -64,7 +64,7 @@ class OneProgramTest(parameterized.TestCase):
 
         self.assert_as_one_device("keras", make)
 
-    @parameterized.product(kit=list(KITS), late=("in_layer", "in_training", "in_loss"))
+    @wide.product(kit=list(KITS), late=("in_layer", "in_training", "in_loss"))
     def test_layers_that_only_the_step_builds(self, kit, late):
         """Else the optimizer is built without their weights, and the first step fails."""
         kit_, layers = KITS[kit], KITS[kit].layers

@@ -143,6 +143,7 @@ class KerasTest(parameterized.TestCase):
         self.assertTrue(all(scope.endswith(b" 0") for scope, names in owners.items()
                             if names == {"tower_update"}), "an update has no weights to wait for")
 
+    @pytest.mark.wide
     def test_first_layers_do_not_wait_for_the_last_ones_weights(self):
         """Lost otherwise: weights that cross while a tower computes. One that is compiled as a
         whole begins when the last weight is there."""
@@ -186,8 +187,8 @@ class KerasTest(parameterized.TestCase):
 
     @wide.parameters(
         (keras, ["CPU:1", "CPU:2"], 2),
-        (tf_keras, [["CPU:1", "CPU:2"], ["CPU:3", "CPU:4"]], 1),
-        wide=[(tf_keras, ["CPU:0"], 3), (keras, [["CPU:1", "CPU:2"]], 3)])
+        wide=[(tf_keras, [["CPU:1", "CPU:2"], ["CPU:3", "CPU:4"]], 1),
+              (tf_keras, ["CPU:0"], 3), (keras, [["CPU:1", "CPU:2"]], 3)])
     def test_micro_batches_and_stages(self, kit, devices, micro_batches):
         """Lost otherwise: XLA for models that need less memory; or micro-batches as one stretch,
         which take the memory that they were to save."""

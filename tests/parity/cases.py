@@ -314,7 +314,7 @@ def _(keras: Any) -> Run:
             metrics.TruePositives(name="hits"), metrics.PrecisionAtRecall(0.5, name="par")]})
 
 
-@case("metrics/classes")
+@case("metrics/classes", wide=True)
 def _(keras: Any) -> Run:
     metrics = keras.metrics
     data = labelled()

@@ -56,7 +56,7 @@ def _reductions(keras: Any, weighted: bool) -> Run:
     return _heads(keras, losses, weighted)
 
 
-@case("losses/of each reduction")
+@case("losses/of each reduction", wide=True)
 def _(keras: Any) -> Run:
     return _reductions(keras, weighted=False)
 

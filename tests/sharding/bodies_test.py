@@ -8,6 +8,7 @@ import tensorflow as tf
 from absl.testing import absltest, parameterized
 
 import towerstrategy
+import wide
 from benchmarks import on_gpus
 from towerstrategy import _tensorflow as _tf
 
@@ -74,7 +75,7 @@ def trained(strategy, in_run):
 
 class LoopsTest(parameterized.TestCase):
 
-    @parameterized.product(in_run=[False, True], merge=["balanced", "cpu"])
+    @wide.product(in_run=[False, True], merge=["balanced", "cpu"])
     def test_each_tower_runs_its_own(self, in_run, merge):
         """Else one GPU, or the CPU, runs the loops of all; or weights cross in every iteration."""
         wanted, _ = trained(None, False)

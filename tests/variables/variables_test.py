@@ -98,9 +98,9 @@ class WriteMatrixTest(parameterized.TestCase):
     MODES = Sync.AUTO, Sync.ON_READ  # ON_WRITE is what AUTO is for these
 
     @wide.parameters((Sync.AUTO, Aggregation.MEAN), (Sync.ON_READ, Aggregation.SUM),
-                     (Sync.ON_READ, Aggregation.MEAN), wide=[
-                         (Sync.AUTO, Aggregation.SUM), *itertools.product(MODES, [
-                             Aggregation.NONE, Aggregation.ONLY_FIRST_REPLICA])],
+                     wide=[(Sync.ON_READ, Aggregation.MEAN), (Sync.AUTO, Aggregation.SUM),
+                           *itertools.product(MODES, [
+                               Aggregation.NONE, Aggregation.ONLY_FIRST_REPLICA])],
                      rest=[(Sync.ON_WRITE, rule) for rule in Aggregation])
     def test_as_mirrored(self, synchronization, aggregation):
         """Else a variable written by code made for MirroredStrategy holds something else."""
