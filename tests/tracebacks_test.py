@@ -47,7 +47,7 @@ class TracebacksTest(parameterized.TestCase):
                      lambda: self.strategy.function(bug)(parts)):
             self.assertLessEqual(self.ours(call), 2)
 
-    @parameterized.product(kit=("keras", "tf_keras"), run_eagerly=(True, False))
+    @wide.product(kit=("keras", "tf_keras"), run_eagerly=(True, False))
     def test_steps_of_keras(self, kit, run_eagerly):
         """Else so does who writes a train_step."""
         class Wrong({"keras": keras, "tf_keras": tf_keras}[kit].Model):

@@ -286,7 +286,7 @@ def _(keras: Any) -> Run:
                compile={**LABELS, "weighted_metrics": ["accuracy"]})
 
 
-@case("weights/temporal, with a mask")
+@case("weights/temporal, with a mask", wide=True)
 def _(keras: Any) -> Run:
     weights = np.random.RandomState(6).uniform(0, 2, (ROWS, 5)).astype("float32")
     return Run(tagger(keras), **words(), weights=weights,
@@ -699,7 +699,7 @@ def _(keras: Any) -> Run:
 # Data types.
 
 
-@case("dtypes/float64", policy="float64", bound=1e-12)
+@case("dtypes/float64", wide=True, policy="float64", bound=1e-12)
 def _(keras: Any) -> Run:
     layers = keras.layers
     data = images()

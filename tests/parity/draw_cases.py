@@ -179,7 +179,7 @@ def _(keras: Any) -> Run:
     return _drawing_step(keras, eagerly=True)
 
 
-@case("draws/predictions that draw")
+@case("draws/predictions that draw", wide=True)
 def _(keras: Any) -> Run:
     class Always(keras.layers.Layer):
         """Draws in ``predict``, too."""

@@ -276,7 +276,7 @@ def _(keras: Any) -> Run:
     return Run(Own(x, keras.layers.Dense(3)(x)), **regression(), fit={"validation_split": 0.4})
 
 
-@case("models/own train_step, two optimizers")
+@case("models/own train_step, two optimizers", wide=True)
 def _(keras: Any) -> Run:
     class Two(keras.Model):
         def __init__(self) -> None:
@@ -314,7 +314,7 @@ def _doubles() -> dict[str, Any]:
     return {name: values.astype("float64") for name, values in regression().items()}
 
 
-@case("models/rows that meet in a layer", policy="float64", bound=1e-9)
+@case("models/rows that meet in a layer", wide=True, policy="float64", bound=1e-9)
 def _(keras: Any) -> Run:
     features = [FEATURES[name] for name in (
         "cumsum", "attention_over_rows", "argsort", "boolean_mask", "scan_over_rows",

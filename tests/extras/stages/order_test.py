@@ -10,6 +10,7 @@ import tensorflow as tf
 import tf_keras
 from absl.testing import absltest, parameterized
 
+import wide
 from towerstrategy import TowerStrategy
 from towerstrategy.extras.stages import order
 
@@ -84,8 +85,8 @@ class OrderTest(parameterized.TestCase):
         ends = [name for name in nodes.ops if "end_of_micro_batch" in name]
         self.assertLen(ends, 3)
 
-    @parameterized.parameters((keras, True, ["CPU:1"]), (keras, False, ["CPU:1"]),
-                              (tf_keras, True, ["CPU:1", "CPU:2"]))
+    @wide.parameters((keras, False, ["CPU:1"]), (tf_keras, True, ["CPU:1", "CPU:2"]),
+                     wide=[(keras, True, ["CPU:1"])])
     def test_backward_before_the_next_forward(self, kit, trace_once, towers):
         """Else all micro-batches run at once, and a batch that does not fit is not made to."""
         strategy = TowerStrategy(towers, micro_batches=3)
