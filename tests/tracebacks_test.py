@@ -11,7 +11,6 @@ import tf_keras
 from absl.testing import absltest, parameterized
 
 import towerstrategy
-import wide
 
 PACKAGE = os.path.dirname(towerstrategy.__file__)
 X, Y = np.ones([7, 3], "float32"), np.ones([7, 1], "float32")
@@ -25,6 +24,8 @@ class TracebacksTest(parameterized.TestCase):
 
     def setUp(self):
         super().setUp()
+        tf.debugging.enable_traceback_filtering()  # tests before this one may have switched it off
+        keras.config.enable_traceback_filtering()
         self.strategy = towerstrategy.TowerStrategy(["CPU:1", "CPU:2", "CPU:3"])
 
     def ours(self, call):
@@ -47,7 +48,7 @@ class TracebacksTest(parameterized.TestCase):
                      lambda: self.strategy.function(bug)(parts)):
             self.assertLessEqual(self.ours(call), 2)
 
-    @wide.product(kit=("keras", "tf_keras"), run_eagerly=(True, False))
+    @parameterized.product(kit=("keras", "tf_keras"), run_eagerly=(True, False))
     def test_steps_of_keras(self, kit, run_eagerly):
         """Else so does who writes a train_step."""
         class Wrong({"keras": keras, "tf_keras": tf_keras}[kit].Model):
@@ -72,7 +73,7 @@ class TracebacksTest(parameterized.TestCase):
         self.addCleanup(tf.debugging.enable_traceback_filtering)
         self.assertGreater(self.ours(lambda: self.strategy.run(bug, (self.strategy.split(X),))), 5)
 
-    @wide.product(kit=("keras", "tf_keras"), eager=(True, False), rule=("SGD", "Adam"))
+    @parameterized.product(kit=("keras", "tf_keras"), eager=(True, False), rule=("SGD", "Adam"))
     def test_made_outside_of_the_scope(self, kit, eager, rule):
         """Else who forgets the scope reads of colocation, or gets the statistics of a tower."""
         kit = {"keras": keras, "tf_keras": tf_keras}[kit]
