@@ -86,7 +86,7 @@ class Maker:
         if has_known_rows(spec):
             return self.towers.size(spec, dtype)
         shapes = self.make("Shape", [value.parts()], EACH, out_type=tf.int64)
-        rows = self.towers.add_up(self._entries(shapes, spec.dim), self.towers.host)
+        rows = self.towers.add_up(self.entries(shapes, spec.dim), self.towers.host)
         return rows if dtype == tf.int64 else self.make("Cast", [rows], HOST, DstT=dtype)
 
     def positions(self, index: int) -> list[Ref]:
@@ -95,7 +95,7 @@ class Maker:
         assert isinstance(spec, Sharded)
         whole = self.towers.on_host("Range", zero, self.rows(index, tf.int64), one)
         return Value(self.towers, REPLICATED, tf.TensorShape([None]), whole).as_spec(
-            Sharded(0, spec.times, spec.group, spec.blocks)).parts()
+            spec.at(0)).parts()
 
     def gathered(self, parts: list[Ref], spec: Sharded) -> Ref:
         """The whole tensor of vectors, each tower's part."""
@@ -112,7 +112,7 @@ class Maker:
         else:
             shapes = self.make("Shape", [self.parts(index)], EACH, out_type=tf.int64)
             rows, total = (self.make("Cast", [count], HOST, DstT=dtype) for count in (
-                self._entries(shapes, spec.dim), self.rows(index, tf.int64)))
+                self.entries(shapes, spec.dim), self.rows(index, tf.int64)))
         shares: list[Ref] = self.make("RealDiv", [rows, total], HOST)
         return shares
 
@@ -123,7 +123,7 @@ class Maker:
         if isinstance(spec.group, str) and spec.times or towers.across.workers is None:
             rows = towers.earlier(dtype, spec.group if isinstance(spec.group, str) else "")
             return towers.times(rows, spec.times or 1)
-        sizes = value.parts() if value.shape.rank == 0 else self._entries(value.parts(), spec.at)
+        sizes = value.parts() if value.shape.rank == 0 else self.entries(value.parts(), spec.at)
         here = sizes[0]
         for size in sizes[1:]:
             here = self.make("AddV2", [here, size], HOST)
@@ -162,7 +162,7 @@ class Maker:
             rows if at == dim else towers.builder.constant(size, dtype, device)
             for at, size in enumerate(sizes)], device, f"{towers.scopes[tower]}Pack", axis=0)
 
-    def _entries(self, vectors: list[Ref], index: int) -> Any:
+    def entries(self, vectors: list[Ref], index: int) -> Any:
         """Each tower's entry ``index`` of its vector."""
         return self.make("GatherV2", [vectors, self.constant(index, tf.int32, HOST),
                                       self.constant(0, tf.int32, HOST)], HOST)

@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from towerstrategy.sharding.rules.matrices import along_front
-from towerstrategy.sharding.rules.registry import EACH, Op, Plan, rule
+from towerstrategy.sharding.rules.registry import EACH, HOST, Op, Plan, rule
 from towerstrategy.sharding.spec import REPLICATED, Sharded, Spec, has_known_rows
 
 
@@ -71,7 +71,7 @@ def diag_part(op: Op, specs: Sequence[Spec]) -> Plan | None:
                                   m.constant(0, dtype, EACH)], EACH)
         rows = m.make("Sum", [own, m.constant(1 - spec.dim, tf.int32, EACH)], EACH)
         whole = m.gathered(rows, spec.at(0))
-        size = m.make("Minimum", [m.rows(0, tf.int64), _size(m, m.part(0, 0), 1 - spec.dim)], None)
+        size = m.make("Minimum", [m.rows(0, tf.int64), _other_size(m, spec)[0]], HOST)
         diagonal = m.make("Slice", [whole, m.constant([0], tf.int64, None), m.make(
             "Reshape", [size, m.constant([1], tf.int32, None)], None)], None)
         return [m.on_each(diagonal)]
@@ -117,9 +117,8 @@ def _dims(op: Op, numbers: int) -> int | None:
 
 def _positions(m: Any, spec: Sharded) -> list[Any]:
     """Each tower's row numbers and column numbers in the whole matrix, which broadcast."""
-    others = m.each(lambda tower: _size(m, m.part(0, tower), 1 - spec.dim))
     own = _along(m, m.positions(0), spec.dim)
-    others = _along(m, _range(m, others), 1 - spec.dim)
+    others = _along(m, _range(m, _other_size(m, spec)), 1 - spec.dim)
     return [own, others] if spec.dim == 0 else [others, own]
 
 
@@ -134,8 +133,8 @@ def _along(m: Any, vectors: Any, dim: int) -> Any:
         [-1, 1] if dim == 0 else [1, -1], tf.int32, EACH)], EACH)
 
 
-def _size(m: Any, part: Any, dim: int) -> Any:
-    """The size of a matrix along a dimension."""
-    shape = m.make("Shape", [part], None, out_type=tf.int64)
-    return m.make("GatherV2", [shape, m.constant(dim, tf.int32, None),
-                               m.constant(0, tf.int32, None)], None)
+def _other_size(m: Any, spec: Sharded) -> list[Any]:
+    """The size of a matrix along the dimension that is not sharded, of each tower's part."""
+    shapes: list[Any] = m.each(lambda tower: m.own_shape(0, tower, tf.int64))
+    sizes: list[Any] = m.entries(shapes, 1 - spec.dim)
+    return sizes

@@ -188,5 +188,5 @@ def element_shape(op: Op, specs: Sequence[Spec]) -> Plan | None:
         return [m.make("TensorScatterUpdate", [
             first, m.constant([[element.dim]], tf.int32, None), total], None)]
 
-    size = Size(element.dim, element.times, element.group, element.blocks)
+    size = element.size
     return Plan([list_spec], [size], whole=whole)
