@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -158,9 +158,9 @@ def writers_of(graph: tf.Graph, node: Any, index: int) -> set[str]:
     return types
 
 
-def types_in(operation: tf.Operation, calls: Collection[str]) -> list[str]:
-    """The type of ``operation``; if it is one of ``calls``, also the types in its functions."""
-    names = functions_in_attributes(operation.node_def) if operation.type in calls else []
+def types_in(operation: tf.Operation) -> list[str]:
+    """The type of ``operation``; if it is a call, also the types in its function."""
+    names = functions_in_attributes(operation.node_def) if is_call(operation.type) else []
     definitions = [function_definition(operation.graph, name) for name in names]
     return [operation.type, *(node.op for each in definitions for node in each.node_def)]
 

@@ -5,6 +5,7 @@ Goes in: names of operations and functions.  Comes out: their definitions and gr
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 from collections.abc import Callable, Sequence
@@ -79,15 +80,14 @@ def body_of(graph: tf.Graph, name: str, arguments: Sequence[tf.Tensor] | None = 
     body = getattr(function, "graph", None)
     if isinstance(body, func_graph_lib.FuncGraph):
         return body
-    return _graph_of(function.cached_definition, graph, arguments)
+    return _graph_of(copy.deepcopy(function.cached_definition), graph, arguments)
 
 
 def _graph_of(definition: Any, graph: tf.Graph, arguments: Sequence[tf.Tensor] | None) -> Any:
-    """A graph from a function's definition; it can call the functions that ``graph`` can call."""
+    """A graph from a function's definition, which changes; it calls the functions of ``graph``."""
     shapes = None
     if arguments is not None:
         shapes = [None if tensor.dtype == tf.resource else tensor.shape for tensor in arguments]
-        definition = type(definition).FromString(definition.SerializeToString())
         for parameter in definition.arg_attr.values():
             parameter.attr.pop("_output_shapes", None)  # which counts for more than ``shapes``
     with graph.as_default():
@@ -187,8 +187,7 @@ def called_body(call: tf.Operation) -> Any:
     name = functions.called_function(call)
     if not known:
         return body_of(call.graph, name, call.inputs)
-    definition = tf.compat.v1.GraphDef().library.function.add()
-    definition.CopyFrom(functions.function_of(call.graph, name).cached_definition)
+    definition = copy.deepcopy(functions.function_of(call.graph, name).cached_definition)
     constants = {}  # by a parameter's name, the output of the constant that replaces it
     for index, value in known.items():
         node = definition.node_def.add()

@@ -279,7 +279,7 @@ def _has_loop_on_towers(strategy: Any) -> bool:
     return len(strategy.extended.worker_devices) > 1 and any(
         type in LOOPS
         for operation in tf.compat.v1.get_default_graph().get_operations()
-        for type in _tf.types_in(operation, _tf.CALLS))
+        for type in _tf.types_in(operation))
 
 
 def _refuse_sub_batches(value: Any, dtype: Any = None, name: str | None = None,

@@ -12,6 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
+from towerstrategy.sharding.layout import LOOPS
 from towerstrategy.sharding.rules.registry import Op
 
 
@@ -25,8 +26,7 @@ def functions_of(operation: tf.Operation) -> list[Any]:
     named = [operation.get_attr(name) for name in function_attributes(operation.type)]
     functions = named[0] if isinstance(named[0], list) else named
     # A loop's outputs have the shapes that its variables have in all iterations.
-    arguments = operation.inputs[1:] if "Case" in operation.type or "If" in operation.type \
-        else operation.outputs
+    arguments = operation.outputs if operation.type in LOOPS else operation.inputs[1:]
     return [_tf.body_of(operation.graph, function.name, arguments) for function in functions]
 
 
