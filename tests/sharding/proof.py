@@ -31,7 +31,6 @@ from towerstrategy.sharding.propagate import propagate
 from towerstrategy.sharding.spec import (
     REPLICATED,
     Axes,
-    Chosen,
     Concatenated,
     ListOf,
     Partial,
@@ -39,6 +38,7 @@ from towerstrategy.sharding.spec import (
     Sharded,
     Size,
     Spec,
+    can_be_cut,
     positions,
 )
 from towerstrategy.sharding.towers import Towers
@@ -48,6 +48,7 @@ BATCH = 6
 ROWS = (3, 0, 2, 1)  # of each tower
 NONE_EMPTY = (2, 1, 1, 2)
 CHOSEN = {ROWS: (2, 1, 0, 3), NONE_EMPTY: (1, 3, 1, 1)}  # the rows of a group of chosen examples
+TWICE = Concatenated((("", 1), ("", 1)))
 JOINED = Concatenated((("", 1), ("chosen", 1)))
 KINDS_OF_SHAPES = 5  # see _shapes
 MAX_COMBINATIONS = 60  # with more, groups of chosen examples and unknown ``times`` are not tried
@@ -189,7 +190,7 @@ def _specs_of(array: np.ndarray) -> list[Spec]:
             specs += [Sharded(dim, times), Sharded(dim, times, "chosen")]
             specs += [Sharded(dim, None)] if times > 1 else []
             if times % 2 == 0:
-                specs += [Sharded(dim, times // 2, blocks=2), Sharded(dim, times // 2, JOINED)]
+                specs += [Sharded(dim, times // 2, group) for group in (TWICE, JOINED)]
     if array.dtype == bool:
         specs += [Partial("and"), Partial("or")]
     elif array.dtype.kind in "iufc":
@@ -205,8 +206,8 @@ def _specs_of(array: np.ndarray) -> list[Spec]:
                     Size(at, None),
                 ]
                 if entry % (2 * BATCH) == 0:
-                    specs += [Size(at, int(entry) // BATCH // 2, blocks=2),
-                              Size(at, int(entry) // BATCH // 2, JOINED)]
+                    specs += [Size(at, int(entry) // BATCH // 2, group)
+                              for group in (TWICE, JOINED)]
     return specs
 
 
@@ -434,7 +435,7 @@ def _with_all_parts(claim: Layout) -> Layout:
 
 def _counts(spec: Sharded | Size, rows: tuple[int, ...], size: int) -> list[int]:
     """The number of positions, of ``size``, that each tower has."""
-    numbers = positions(dataclasses.replace(spec, times=1).pieces)
+    numbers = positions(Sharded(0, 1, spec.group).pieces)
     times = size // (BATCH * sum(numbers.values()))
     return [
         times * sum(number * _rows_of(batch, rows)[tower] for batch, number in numbers.items())
@@ -509,7 +510,7 @@ def _parts_problem(
     parts: Sequence[np.ndarray], spec: Spec, wanted: np.ndarray, rows: tuple[int, ...]
 ) -> str:
     """What is wrong with the towers' parts of ``wanted``; "" if nothing is."""
-    if isinstance(spec, (Sharded, Size)) and isinstance(spec.group, Chosen):
+    if isinstance(spec, (Sharded, Size)) and not can_be_cut(spec):
         size = wanted.shape[spec.dim] if isinstance(spec, Sharded) else np.ravel(wanted)[spec.at]
         have = [part.shape[spec.dim] if isinstance(spec, Sharded) else int(np.ravel(part)[spec.at])
                 for part in parts]  # each tower has as many as it has chosen

@@ -81,13 +81,9 @@ class Maker:
 
     def rows(self, index: int, dtype: tf.DType) -> Ref:
         """The whole size of an input along its sharded dimension."""
-        value, spec = self.inputs[index], self.inputs[index].spec
+        spec = self.inputs[index].spec
         assert isinstance(spec, Sharded)
-        if has_known_rows(spec):
-            return self.towers.size(spec, dtype)
-        shapes = self.make("Shape", [value.parts()], EACH, out_type=tf.int64)
-        rows = self.towers.add_up(self.entries(shapes, spec.dim), self.towers.host)
-        return rows if dtype == tf.int64 else self.make("Cast", [rows], HOST, DstT=dtype)
+        return self.inputs[index].size_along(spec.dim, dtype=dtype)
 
     def positions(self, index: int) -> list[Ref]:
         """Each tower's positions in a sharded input along its sharded dimension, int64 vectors."""
@@ -104,16 +100,10 @@ class Maker:
 
     def shares(self, index: int, dtype: tf.DType) -> list[Ref]:
         """Each tower's number of rows of an input over the whole's; NaN if this has no rows."""
-        spec, towers = self.inputs[index].spec, self.towers
+        value, spec = self.inputs[index], self.inputs[index].spec
         assert isinstance(spec, Sharded)
-        if has_known_rows(spec):
-            rows, total = self.each(
-                lambda tower: towers.size(spec, dtype, tower)), towers.size(spec, dtype)
-        else:
-            shapes = self.make("Shape", [self.parts(index)], EACH, out_type=tf.int64)
-            rows, total = (self.make("Cast", [count], HOST, DstT=dtype) for count in (
-                self.entries(shapes, spec.dim), self.rows(index, tf.int64)))
-        shares: list[Ref] = self.make("RealDiv", [rows, total], HOST)
+        rows = self.each(lambda tower: value.size_along(spec.dim, tower, dtype))
+        shares: list[Ref] = self.make("RealDiv", [rows, self.rows(index, dtype)], HOST)
         return shares
 
     def earlier(self, index: int, dtype: tf.DType) -> Ref:
@@ -162,10 +152,9 @@ class Maker:
             rows if at == dim else towers.builder.constant(size, dtype, device)
             for at, size in enumerate(sizes)], device, f"{towers.scopes[tower]}Pack", axis=0)
 
-    def entries(self, vectors: list[Ref], index: int) -> Any:
+    def entries(self, vectors: list[Ref], index: int) -> list[Ref]:
         """Each tower's entry ``index`` of its vector."""
-        return self.make("GatherV2", [vectors, self.constant(index, tf.int32, HOST),
-                                      self.constant(0, tf.int32, HOST)], HOST)
+        return [self.towers.entry(vector, index) for vector in vectors]
 
     def _device(self, tower: int | None) -> str:
         if tower == HOST:

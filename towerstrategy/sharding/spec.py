@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import fractions
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Union
@@ -42,13 +43,17 @@ class Chosen:
 
 @dataclasses.dataclass(frozen=True)
 class Concatenated:
-    """Batches of several sizes that are concatenated, as in ``tf.concat([labeled, others], 0)``.
+    """Examples of several tensors, concatenated as in ``tf.concat([labeled, others], 0)``.
+
+    A tower has its slices of all of them, concatenated.  So the slices of each of them are in the
+    order of the towers, not those of the whole tensor.
 
     Attributes:
-      parts: the name of each batch, as in :class:`Sharded`, and its positions per example.
+      parts: the group of each, as in :class:`Sharded`, and its positions per example; no part is
+        concatenated itself, and all are the same :class:`Chosen` examples if one is.
     """
 
-    parts: tuple[tuple[str, int], ...]
+    parts: tuple[tuple[str | Chosen, int], ...]
 
 
 Group = Union[str, Chosen, Concatenated]
@@ -91,11 +96,7 @@ class Sharded:
       dim: the sharded dimension, counted from 0.
       times: the number of consecutive positions per example in that dimension; None if unknown.
       group: the examples: empty for the batch's; the name of another batch of the step, of another
-        size; :class:`Chosen` ones; or those of several batches, :class:`Concatenated`.
-      blocks: the number of tensors of the group that are concatenated in that dimension, as in
-        ``tf.concat([view, other_view], 0)``.  A tower has its slices of all blocks, and of all
-        these batches, concatenated.  So the slices of each of them are in the order of the towers,
-        not those of the whole tensor.
+        size; :class:`Chosen` ones; or those of several tensors, :class:`Concatenated`.
       broadcast: only in ``Plan.takes``: a dimension of size 1 is not sliced.
       start: only in ``Plan.takes`` of a loop, for a variable of which no iteration reads what it
         starts with: its rows may be more or fewer than the examples'.
@@ -104,7 +105,6 @@ class Sharded:
     dim: int
     times: int | None = 1
     group: Group = ""
-    blocks: int = 1
     broadcast: bool = False
     start: bool = False
 
@@ -120,9 +120,14 @@ class Sharded:
         return dataclasses.replace(self, times=None)
 
     @property
+    def examples(self) -> Sharded:
+        """The same examples, with one position each."""
+        return dataclasses.replace(self, times=1)
+
+    @property
     def size(self) -> Size:
         """The size along ``dim``, in a shape."""
-        return Size(self.dim, self.times, self.group, self.blocks)
+        return Size(self.dim, self.times, self.group)
 
     def at(self, dim: int) -> Sharded:
         """The same examples along another dimension."""
@@ -131,13 +136,16 @@ class Sharded:
     @property
     def pieces(self) -> tuple[Sharded, ...]:
         """The spec of each of the tensors that are concatenated along ``dim``, in their order."""
-        parts = self.group.parts if isinstance(self.group, Concatenated) else [(self.group, 1)]
-        return tuple(Sharded(self.dim, times * self.times if self.times is not None else None, name)
-                     for name, times in parts) * self.blocks
+        return tuple(Sharded(self.dim, None if self.times is None else number * self.times, group)
+                     for group, number in parts_of(self))
 
-    def goes_with(self, other: Sharded | Size) -> bool:
-        """Whether each tower has the same slice of two tensors of one size."""
-        return self.group == other.group and self.blocks == other.blocks
+    def repeated(self, count: fractions.Fraction) -> Sharded | None:
+        """The spec of so many of these tensors, concatenated; None if that would cut a piece."""
+        parts = parts_of(self) * count.numerator
+        length, rest = divmod(len(parts), count.denominator)
+        if not length or rest or parts[:length] * count.denominator != parts:
+            return None
+        return dataclasses.replace(self, group=_group(parts[:length]))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,14 +166,13 @@ class Size:
     Attributes:
       at: the index of the entry that counts rows (0 for a scalar). The towers' entries there add up
         to the batch's; all other entries are the same on all towers.
-      times, group, blocks: as in :class:`Sharded`.
+      times, group: as in :class:`Sharded`.
       known: the static entries of a tensor's shape, None for unknown ones; None if not a shape.
     """
 
     at: int = 0
     times: int | None = 1
     group: Group = ""
-    blocks: int = 1
     known: tuple[int | None, ...] | None = None
 
     @property
@@ -175,11 +182,11 @@ class Size:
 
     def moved(self, at: int) -> Size:
         """The same number of rows at another index of another tensor."""
-        return Size(at, self.times, self.group, self.blocks)
+        return Size(at, self.times, self.group)
 
     def shards(self, dim: int) -> Sharded:
         """The spec of a tensor whose dimension ``dim`` has this size."""
-        return Sharded(dim, self.times, self.group, self.blocks)
+        return Sharded(dim, self.times, self.group)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,20 +216,25 @@ class PerTower:
 def concatenated(specs: Sequence[Spec]) -> Sharded | None:
     """The spec of tensors of these specs, concatenated along the rows; None if it has none."""
     sharded = [spec for spec in specs if isinstance(spec, Sharded)]
-    pieces = tuple(piece for spec in sharded for piece in spec.pieces)
+    pieces = [piece for spec in sharded for piece in spec.pieces]
     times = [piece.times or 0 for piece in pieces]
-    if len(sharded) < len(specs) or len({piece.dim for piece in pieces}) != 1 or not all(times):
+    if len(sharded) < len(specs) or len({piece.dim for piece in pieces}) != 1 or not all(times) \
+            or len({*pieces}) > 1 and not all(map(can_be_cut, pieces)):
         return None
-    period = next(size for size in range(1, len(pieces) + 1)
-                  if pieces[:size] * (len(pieces) // size) == pieces)
-    group, common = pieces[0].group, math.gcd(*times)
-    if period > 1:
-        parts = tuple((piece.group, piece.times // common) for piece in pieces[:period]
-                      if isinstance(piece.group, str) and piece.times)
-        if len(parts) < period:
-            return None
-        group = Concatenated(parts)
-    return Sharded(pieces[0].dim, common, group, len(pieces) // period)
+    common = math.gcd(*times)
+    return Sharded(pieces[0].dim, common, _group([
+        (group, number // common) for piece, number in zip(pieces, times)
+        for group, _ in parts_of(piece)]))
+
+
+def _group(parts: Sequence[tuple[str | Chosen, int]]) -> Group:
+    """The group of examples that have these parts."""
+    return Concatenated(tuple(parts)) if len(parts) > 1 else parts[0][0]
+
+
+def parts_of(spec: Sharded | Size) -> tuple[tuple[str | Chosen, int], ...]:
+    """The groups that are concatenated, and the positions of each per example and ``times``."""
+    return spec.group.parts if isinstance(spec.group, Concatenated) else ((spec.group, 1),)
 
 
 def positions(pieces: Sequence[Sharded]) -> Mapping[Group, int]:
@@ -234,18 +246,18 @@ def positions(pieces: Sequence[Sharded]) -> Mapping[Group, int]:
 
 
 def of_batch(spec: Sharded | Size) -> bool:
-    """Whether a tower's positions are those of its rows of the batch, in one block."""
-    return not spec.group and spec.blocks == 1
+    """Whether a tower's positions are those of its rows of the batch, once."""
+    return not spec.group
 
 
 def in_one_block(spec: Sharded | Size) -> bool:
     """Whether a tower's positions are consecutive ones of the whole tensor's."""
-    return not isinstance(spec.group, Concatenated) and spec.blocks == 1
+    return not isinstance(spec.group, Concatenated)
 
 
 def can_be_cut(spec: Sharded | Size) -> bool:
     """Whether the towers' numbers of examples are known without a tensor that has them."""
-    return not isinstance(spec.group, Chosen)
+    return not any(isinstance(group, Chosen) for group, _ in parts_of(spec))
 
 
 def has_known_rows(spec: Sharded | Size) -> bool:

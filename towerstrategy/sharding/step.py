@@ -243,17 +243,16 @@ class _Inputs:
 
     def count(self, towers: Towers, tower: int | None, batch: str) -> Ref | None:
         """A tower's number of rows; for None the numbers of all workers' towers, if known."""
-        builder, host, first = towers.builder, towers.host, self._first[batch]
+        builder, first = towers.builder, self._first[batch]
         if tower is None:
             return None if first.counts is None else builder.take(first.counts)
         part = first.parts[tower]
         if part.shape[0] is not None:
-            return builder.constant(part.shape[0], tf.int64, host)
+            return towers.number(part.shape[0])
         # On the tower, so that rows in a GPU's memory need not cross for their shape.
         shape = builder.make("Shape", [builder.take(part)], towers.stage_devices[tower][0],
                              f"{towers.scopes[tower]}Shape", out_type=tf.int64)
-        zero = builder.constant(0, tf.int32, host)
-        return builder.make("GatherV2", [shape, zero, zero], host)
+        return towers.entry(shape, 0)
 
     def _value(self, towers: Towers, builder: Builder, leaf: Any, spec: Spec) -> Value:
         if not isinstance(leaf, _Component):

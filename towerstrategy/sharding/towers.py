@@ -18,7 +18,7 @@ from towerstrategy.placement import peers
 from towerstrategy.sharding import relays
 from towerstrategy.sharding.across import Across
 from towerstrategy.sharding.builder import Builder, Ref
-from towerstrategy.sharding.spec import Concatenated, Group, Sharded, Size
+from towerstrategy.sharding.spec import Sharded, Size, positions
 
 MOST_TO_EXCHANGE = 8  # towers: the copies grow with the square
 
@@ -179,19 +179,13 @@ class Towers:
         return self.add_up([self.count(tower, dtype, batch) for tower in range(len(self))],
                            self.host)
 
-    def examples(self, group: Group, dtype: tf.DType, tower: int | None = None) -> Ref:
-        """How many examples a tower has of one batch or several; for None, all towers."""
-        if isinstance(group, Concatenated):
-            return functools.reduce(functools.partial(self.on_host, "AddV2"), [
-                self.times(self.examples(batch, dtype, tower), times)
-                for batch, times in group.parts])
-        assert isinstance(group, str)
-        return self.total(dtype, group) if tower is None else self.count(tower, dtype, group)
-
     def size(self, spec: Sharded | Size, dtype: tf.DType, tower: int | None = None) -> Ref:
         """How many positions the examples have, on a tower; for None, on all towers."""
         assert spec.times is not None
-        return self.times(self.examples(spec.group, dtype, tower), spec.times * spec.blocks)
+        return functools.reduce(functools.partial(self.on_host, "AddV2"), [
+            self.times(self.total(dtype, batch) if tower is None
+                       else self.count(tower, dtype, batch), number)
+            for batch, number in positions(spec.pieces).items() if isinstance(batch, str)])
 
     def times(self, number: Ref, factor: int) -> Ref:
         """A number on the host times a constant."""
@@ -263,6 +257,11 @@ class Towers:
         return self.builder.make("Pack", [number if place == at else rest
                                           for place in range(length)], device,
                                  f"{self.scopes[tower]}Pack", axis=0)
+
+    def entry(self, vector: Ref, at: int) -> Ref:
+        """Entry ``at`` of a vector, on the host."""
+        return self.on_host("GatherV2", vector, self.number(at, tf.int32),
+                            self.number(0, tf.int32))
 
     def with_entry(self, vector: Ref, at: int, other: Ref) -> Ref:
         """``vector`` with entry ``at`` of ``other``, a vector or a scalar, on the host."""

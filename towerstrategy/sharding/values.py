@@ -14,7 +14,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from towerstrategy.sharding import pieces
 from towerstrategy.sharding.builder import Ref
 from towerstrategy.sharding.rules import scaling
 from towerstrategy.sharding.spec import (
@@ -222,8 +221,8 @@ class Value:
         spec = self.spec
         assert isinstance(spec, Sharded)
         return self.towers.padding_rows(
-            self.towers.examples(spec.group, tf.int64, tower)
-            if can_be_cut(spec) else pieces.rows_of(self, tower))
+            self.towers.size(spec.examples, tf.int64, tower)
+            if can_be_cut(spec) else self.size_along(spec.dim, tower))
 
     def _first_or_zeros(self, tower: int) -> Ref:
         """The part of a replicated tensor as a partial sum: the first tower has all of it."""
@@ -264,7 +263,7 @@ class Value:
     def _merged_pieces(self, spec: Sharded, device: str) -> Ref:
         """The whole tensor of several pieces: one by one, each in the order of the towers."""
         towers, build = self.towers, self.towers.builder
-        split = [pieces.split(self, spec, tower) for tower in range(len(towers))]
+        split = [self._split(spec, tower) for tower in range(len(towers))]
         shape = opened(self.shape, spec.dim)
 
         def whole(number: int, piece: Sharded) -> Ref:
@@ -274,6 +273,26 @@ class Value:
         wholes = [whole(*each) for each in enumerate(spec.pieces)]
         axis = build.constant(spec.dim, tf.int32, device)
         return build.make("ConcatV2", [*wholes, axis], device, "merge/ConcatV2", N=len(wholes))
+
+    def _split(self, spec: Sharded, tower: int) -> Ref:
+        """The slices of a tower's part of all pieces: the outputs of one node."""
+        towers, part, count = self.towers, self.part(tower), len(spec.pieces)
+        axis = towers.builder.constant(spec.dim, tf.int32, towers.devices[tower])
+        if len({*spec.pieces}) == 1:
+            return towers.on(tower, "Split", axis, part, num_split=count)
+        sizes = [towers.size(piece, tf.int64, tower) for piece in spec.examples.pieces]
+        if spec.times != 1:
+            times = self._times(spec, tower)
+            sizes = [towers.on_host("Mul", size, times) for size in sizes]
+        return towers.on(tower, "SplitV", part, towers.on_host("Pack", *sizes, axis=0), axis,
+                         num_split=count)
+
+    def _times(self, spec: Sharded, tower: int | None = None) -> Ref:
+        """How many positions each example has, in a tower's part; for None, in the whole tensor."""
+        towers = self.towers
+        return towers.number(spec.times) if spec.times is not None else towers.on_host(
+            "FloorDiv", self.size_along(spec.dim, tower), towers.on_host(
+                "Maximum", towers.size(spec.examples, tf.int64, tower), towers.number(1)))
 
     def _total_size(self, parts: Sequence[Ref], spec: Size) -> Ref:
         """The whole batch's size: one entry is the sum over the towers; other entries agree."""
@@ -291,55 +310,69 @@ class Value:
         if wanted.start and self.shape[wanted.dim] == 0:
             return Value(towers, wanted.given, self.shape, self.whole, self.part)
         towers.note("cut")
-        if not in_one_block(wanted):
-            return Value(towers, wanted, self.shape, self.whole,
-                         functools.partial(pieces.slices, self, wanted, has_rows))
 
         def part(tower: int) -> Ref:
             if towers.replicas == 1:
                 return self.whole()
-            begin, size = self._slice_of(wanted, tower, has_rows)
-            return towers.on(tower, "Slice", self.whole(),
-                             towers.vector(tower, begin, wanted.dim, rank, 0),
-                             towers.vector(tower, size, wanted.dim, rank, -1), Index=tf.int64)
+            slices = [towers.on(tower, "Slice", self.whole(),
+                                towers.vector(tower, begin, wanted.dim, rank, 0),
+                                towers.vector(tower, size, wanted.dim, rank, -1), Index=tf.int64)
+                      for begin, size in self._slices_of(wanted, tower, has_rows)]
+            axis = towers.builder.constant(wanted.dim, tf.int32, towers.devices[tower])
+            return slices[0] if len(slices) == 1 else towers.on(
+                tower, "ConcatV2", *slices, axis, N=len(slices))
 
         return Value(towers, wanted.given, self.shape, self.whole, part)
 
-    def _slice_of(self, wanted: Sharded, tower: int, has_rows: bool) -> tuple[Ref, Ref]:
-        """The first position and the number of positions of a tower's slice.
+    def _slices_of(self, wanted: Sharded, tower: int, has_rows: bool) -> list[tuple[Ref, Ref]]:
+        """The first position and the number of positions of a tower's slice of each piece.
 
-        The last tower's ends where the tensor ends: if there are too many rows, its consumers fail,
-        as on one device, or the slice does, as one row would broadcast.  (Not size -1: TensorFlow
-        rewrites a slice of constant size for XLA, to an operation on the host.)
+        The last tower's last one ends where the tensor ends: if there are too many rows, its
+        consumers fail, as on one device, or the slice does, as one row would broadcast.  (Not size
+        -1: TensorFlow rewrites a slice of constant size for XLA, to an operation on the host.)
         """
         towers, host = self.towers, self.towers.on_host
-        rows = functools.partial(self.rows_in, wanted.dim)
-        batch = wanted.group
-        assert isinstance(batch, str)
-        begin, size = (make(tower, tf.int64, batch) for make in (towers.offset, towers.count))
-        if wanted.start:
-            begin = host("Minimum", begin, rows())
-            size = host("Minimum", size, host("Sub", rows(), begin))
-        elif wanted.times != 1:
-            times = pieces.times_of(towers, wanted, rows(), towers.total(tf.int64, batch))
-            begin, size = host("Mul", begin, times), host("Mul", size, times)
-        if wanted.broadcast and self.shape[wanted.dim] is None:
-            is_one = host("Equal", rows(), towers.number(1))
-            begin = host("SelectV2", is_one, towers.number(0), begin)
-            size = host("SelectV2", is_one, rows(), size)
+        rows = functools.partial(self.size_along, wanted.dim)
+        slices: list[tuple[Ref, Ref]] = []
+        before: list[Ref] = []  # the numbers of positions of earlier pieces, of one an example
+        for piece in wanted.examples.pieces:
+            assert isinstance(piece.group, str) and piece.times
+            begin, size = (towers.times(make(tower, tf.int64, piece.group), piece.times)
+                           for make in (towers.offset, towers.count))
+            begin = functools.reduce(functools.partial(host, "AddV2"), before, begin)
+            before.append(towers.size(piece, tf.int64))
+            if wanted.start:
+                begin = host("Minimum", begin, rows())
+                size = host("Minimum", size, host("Sub", rows(), begin))
+            elif wanted.times != 1:
+                begin, size = (host("Mul", number, self._times(wanted)) for number in (begin, size))
+            if wanted.broadcast and self.shape[wanted.dim] is None:  # the first slice has one row
+                is_one = host("Equal", rows(), towers.number(1))
+                one_row = (rows(), towers.number(0)) if slices else (towers.number(0), rows())
+                begin, size = (host("SelectV2", is_one, *each)
+                               for each in zip(one_row, (begin, size)))
+            slices.append((begin, size))
         if not has_rows and towers.first + tower == towers.replicas - 1:
             rest = host("Sub", rows(), begin)
-            size = host("AddV2", rest, host("Sub", rest, size)) if wanted.broadcast else rest
-        return begin, size
+            slices[-1] = begin, host("AddV2", rest, host(
+                "Sub", rest, size)) if wanted.broadcast else rest
+        return slices
 
-    def rows_in(self, dim: int) -> Ref:
-        """The whole tensor's size along a dimension."""
-        towers = self.towers
-        if self.shape[dim] is not None:
-            return towers.number(self.shape[dim])
-        shape = towers.builder.make("Shape", [self.whole()], self.device or towers.host,
-                                    out_type=tf.int64)
-        return towers.on_host("GatherV2", shape, towers.number(dim), towers.number(0, tf.int32))
+    def size_along(self, dim: int, tower: int | None = None, dtype: tf.DType = tf.int64) -> Ref:
+        """The size of a tower's part along a dimension; for None, of the whole tensor."""
+        towers, spec = self.towers, self.spec
+        if isinstance(spec, Sharded) and spec.dim == dim:
+            if has_known_rows(spec):
+                return towers.size(spec, dtype, tower)
+            size = towers.add_up([self.size_along(dim, each) for each in range(len(towers))],
+                                 towers.host) if tower is None else towers.entry(
+                towers.on(tower, "Shape", self.part(tower), out_type=tf.int64), dim)
+        elif self.shape[dim] is not None:
+            size = towers.number(self.shape[dim])
+        else:
+            size = towers.entry(towers.builder.make(
+                "Shape", [self.whole()], self.device or towers.host, out_type=tf.int64), dim)
+        return size if dtype == tf.int64 else towers.on_host("Cast", size, DstT=dtype)
 
 
 class Lazily:

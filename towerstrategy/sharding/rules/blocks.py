@@ -7,7 +7,7 @@ slices its own rows.
 
 from __future__ import annotations
 
-import dataclasses
+import fractions
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -25,12 +25,6 @@ from towerstrategy.sharding.spec import (
     has_known_rows,
     positions,
 )
-
-
-def split(spec: Sharded, count: int) -> Sharded | None:
-    """The spec of each of ``count`` equal parts along the rows; None if these cut a block."""
-    return None if spec.blocks % count else dataclasses.replace(
-        spec, blocks=spec.blocks // count)
 
 
 def split_at(op: Op, spec: Sharded, sizes: Spec) -> Plan | None:
@@ -126,7 +120,6 @@ def space_to_batch(op: Op, specs: Sequence[Spec]) -> Plan | None:
     spec, block_shape = specs[0], op.value(1)
     if not isinstance(spec, Sharded) or spec.dim or not spec.times or block_shape is None:
         return None
-    count = math.prod(map(int, block_shape))
-    before, after = (1, count) if op.type == "SpaceToBatchND" else (count, 1)
-    return Plan([spec, REPLICATED, REPLICATED], [dataclasses.replace(spec, blocks=after)]) \
-        if spec.blocks == before else None
+    count = fractions.Fraction(math.prod(map(int, block_shape)))
+    result = spec.repeated(count if op.type == "SpaceToBatchND" else 1 / count)
+    return Plan([spec, REPLICATED, REPLICATED], [result]) if result else None

@@ -71,7 +71,7 @@ def by_names(op: Op, specs: Sequence[Spec], inputs: Sequence[Names | None],
     takes: list[Spec] = []
     for index, (names, each) in enumerate(zip(input_names, specs)):
         dim = None if names is None or name not in names else names.index(name)
-        if isinstance(each, Sharded) and each.dim == dim and each.goes_with(spec):
+        if isinstance(each, Sharded) and each.dim == dim and each.group == spec.group:
             takes.append(each)
             if isinstance(name, int) and each.times != spec.times:
                 if None not in (each.times, spec.times):

@@ -7,6 +7,7 @@ output.  A partial sum stays partial if the op is linear in it.
 from __future__ import annotations
 
 import dataclasses
+import fractions
 from collections.abc import Sequence
 
 import tensorflow as tf
@@ -116,12 +117,10 @@ def _size(op: Op, specs: Sequence[Spec]) -> Plan | None:
     divisor = op.value(1) if op.type == "FloorDiv" and op.out_rank() == 0 else None
     if divisor is None or specs[0] is not size or int(divisor) < 1:
         return None
-    for field in ("blocks", "times"):  # the rows of some blocks; the rows of so many positions each
-        count = getattr(size, field)
-        if count and count % int(divisor) == 0:
-            return Plan([size, REPLICATED], [dataclasses.replace(
-                size.moved(0), **{field: count // int(divisor)})])
-    return None
+    fewer = size.shards(0).repeated(fractions.Fraction(1, int(divisor)))
+    if fewer is None and size.times and size.times % int(divisor) == 0:
+        fewer = dataclasses.replace(size.shards(0), times=size.times // int(divisor))
+    return Plan([size, REPLICATED], [fewer.size]) if fewer else None
 
 
 def _difference(op: Op, size: Size, other: Spec) -> Plan | None:

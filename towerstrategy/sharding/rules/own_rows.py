@@ -124,8 +124,7 @@ def where(op: Op, specs: Sequence[Spec]) -> Plan | None:
     """Each tower looks for true entries in its own rows, and adds the number of its first row."""
     spec, shape = specs[0], op.inputs[0].shape
     if not isinstance(spec, Sharded) or spec.dim or not isinstance(spec.group, str) \
-            or spec.blocks > 1 or spec.times is None or not shape.rank \
-            or spec.times > 1 < shape.rank:
+            or spec.times is None or not shape.rank or spec.times > 1 < shape.rank:
         return None
     times, rank = spec.times, shape.rank
     group = op.notes.setdefault(("chosen", _mask_key(op)), Chosen(

@@ -22,7 +22,7 @@ from towerstrategy.sharding.rules.entries import (
     sizes_of,
 )
 from towerstrategy.sharding.rules.registry import EACH, Op, Plan
-from towerstrategy.sharding.spec import REPLICATED, Sharded, Size, Spec
+from towerstrategy.sharding.spec import REPLICATED, Sharded, Size, Spec, positions
 
 
 def reshape(op: Op, spec: Spec, target: Spec) -> Plan | None:
@@ -61,10 +61,10 @@ def _inferred_sizes(spec: Sharded, result: Sharded, before: Sequence[Any] | None
                     after: Sequence[Any], requested: Sequence[Any] | None) -> dict[int, int | None]:
     """The dimension with -1 in the target shape, if not the rows', and its size if it is known."""
     inferred = [at for at, size in enumerate(requested or ()) if size == -1 and at != result.dim]
-    example = [spec.times, spec.blocks, *(
+    example = [spec.times, len(spec.pieces), *(
         size for at, size in enumerate(before or [None]) if at != spec.dim)]
     others = [size for at, size in enumerate(after) if at not in (*inferred, result.dim)]
-    rest = quotient(example, [result.times, result.blocks, *others])
+    rest = quotient(example, [result.times, len(result.pieces), *others])
     return dict.fromkeys(inferred, int(rest.known) if rest is not None and not rest.times else None)
 
 
@@ -106,7 +106,7 @@ def _spec_after(before: Sequence[Any] | None, after: Sequence[Any], spec: Sharde
     The sizes in front of the rows stay in front, or become blocks of rows, or are made from such
     blocks.  The sizes behind the rows stay behind, or are merged with the rows, or split off them.
     """
-    if isinstance(target, Size) and spec.goes_with(target) and spec.dim == target.at == 0:
+    if isinstance(target, Size) and spec.group == target.group and spec.dim == target.at == 0:
         return dataclasses.replace(spec, times=target.times)
     if before is None:
         return None
@@ -116,11 +116,10 @@ def _spec_after(before: Sequence[Any] | None, after: Sequence[Any], spec: Sharde
         result = _spec_in(at, spec, front, behind)
         if isinstance(target, Size):
             same_times = behind is not None and not behind.times and behind.known == target.times
-            if spec.goes_with(target) and (front == ONE or same_times):
+            if spec.group == target.group and (front == ONE or same_times):
                 # All else is in front of the rows, as before, or behind them.
                 return dataclasses.replace(spec, dim=at, times=target.times)
-            if result is not None and result.group == target.group \
-                    and result.blocks * (result.times or 0) == target.blocks * (target.times or 0):
+            if result is not None and positions(result.pieces) == positions(target.pieces):
                 return result
         elif result is not None and (after[at] is None or isinstance(after[at], int)
                                      and before[spec.dim] is not None):
@@ -137,11 +136,10 @@ def _spec_in(at: int, spec: Sharded, front: Quotient | None, behind: Quotient | 
     """
     if front is None or behind is None or front.times:
         return None
-    count = front.known * spec.blocks
-    if count.denominator > 1 or behind.known.denominator > 1 or behind.times and front != ONE:
+    if behind.known.denominator > 1 or behind.times and front != ONE:
         return None
-    return dataclasses.replace(spec, dim=at, blocks=int(count),
-                               times=None if behind.times else int(behind.known))
+    return dataclasses.replace(spec, dim=at, times=None if behind.times else int(
+        behind.known)).repeated(front.known)
 
 
 def _sizes_after(op: Op, requested: Sequence[Any] | None, target: Spec = REPLICATED

@@ -61,7 +61,7 @@ def size(op: Op, specs: Sequence[Spec]) -> Plan | None:
     if not isinstance(spec, Sharded):
         return None if isinstance(spec, ListOf) else Plan(specs, [REPLICATED])
     result = Size(0, None if static.rank is None else _entries_an_example(
-        static.as_list(), spec.dim, spec), spec.group, spec.blocks)
+        static.as_list(), spec.dim, spec), spec.group)
 
     def whole(m: Any) -> list[Any]:
         return [m.towers.size(result, op.outputs[0].dtype) if has_known_rows(result)
@@ -136,7 +136,7 @@ def _axes(shape: Sequence[Any], other: Sequence[Any], missing: int) -> Axes:
             reduced.append(True)
         elif isinstance(size, Sharded) or isinstance(other_size, Sharded):
             both = isinstance(size, Sharded) and isinstance(other_size, Sharded)
-            if both and not size.goes_with(other_size):
+            if both and size.group != other_size.group:
                 reduced.append(None)
             elif isinstance(size, Sharded):
                 reduced.append(False)
@@ -220,7 +220,7 @@ def product_of_size(op: Op, specs: Sequence[Spec]) -> Plan | None:
         return Plan([spec, REPLICATED], [spec])
     sizes = static_sizes(op, 0, spec)
     times = None if sizes is None else _entries_an_example(sizes, spec.at, spec)
-    return Plan([spec, REPLICATED], [Size(0, times, spec.group, spec.blocks)])
+    return Plan([spec, REPLICATED], [Size(0, times, spec.group)])
 
 
 def extreme_of_sizes(op: Op, spec: Size | Sizes) -> Plan | None:

@@ -6,6 +6,7 @@ Goes in: an op and the specs of its inputs.  Comes out: its plan.
 from __future__ import annotations
 
 import dataclasses
+import fractions
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -133,7 +134,7 @@ def split(op: Op, specs: Sequence[Spec]) -> Plan | None:
     names, spec = but(op.axes(0, op.rank(1)), op.rank(1)), specs[1]
     if names is None or not isinstance(spec, Sharded) or names[spec.dim] != MIXED:
         return by_names(op, specs, [None, names], [names])
-    part = blocks.split(spec, len(op.outputs))
+    part = spec.repeated(fractions.Fraction(1, len(op.outputs)))
     return Plan([REPLICATED, spec], [part] * len(op.outputs)) if part else None
 
 
