@@ -6,6 +6,7 @@ nodes on the towers, on the host or on the merge device.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -106,18 +107,19 @@ class Maker:
         shares: list[Ref] = self.make("RealDiv", [rows, self.rows(index, dtype)], HOST)
         return shares
 
-    def earlier(self, index: int, dtype: tf.DType) -> Ref:
-        """The number of rows that a size input counts on all workers before this one."""
+    def offsets(self, index: int, dtype: tf.DType) -> list[Ref]:
+        """The number of rows before each tower's own that a size input counts."""
         value, spec, towers = self.inputs[index], self.inputs[index].spec, self.towers
         assert isinstance(spec, Size)
-        if isinstance(spec.group, str) and spec.times or towers.across.workers is None:
-            rows = towers.earlier(dtype, spec.group if isinstance(spec.group, str) else "")
-            return towers.times(rows, spec.times or 1)
+        if has_known_rows(spec):
+            return self.each(lambda tower: towers.start(spec, dtype, tower))
         sizes = value.parts() if value.shape.rank == 0 else self.entries(value.parts(), spec.at)
-        here = sizes[0]
-        for size in sizes[1:]:
-            here = self.make("AddV2", [here, size], HOST)
-        return towers.sum_of_earlier(here, dtype)
+        if sizes[0].dtype != dtype:
+            sizes = self.make("Cast", [sizes], HOST, DstT=dtype)
+        *ends, here = itertools.accumulate(
+            sizes, lambda total, size: self.make("AddV2", [total, size], HOST))
+        earlier = towers.sum_of_earlier(here, dtype)
+        return [earlier, *(self.make("AddV2", [earlier, end], HOST) for end in ends)]
 
     def shape(self, index: int, dtype: tf.DType) -> Ref:
         """The shape of the whole tensor of a sharded input."""

@@ -187,6 +187,11 @@ class Towers:
                        else self.count(tower, dtype, batch), number)
             for batch, number in positions(spec.pieces).items() if isinstance(batch, str)])
 
+    def start(self, spec: Sharded | Size, dtype: tf.DType, tower: int) -> Ref:
+        """A tower's first position in a tensor of one piece."""
+        assert isinstance(spec.group, str) and spec.times is not None
+        return self.times(self.offset(tower, dtype, spec.group), spec.times)
+
     def times(self, number: Ref, factor: int) -> Ref:
         """A number on the host times a constant."""
         return number if factor == 1 else self.on_host(

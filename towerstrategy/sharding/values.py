@@ -336,9 +336,7 @@ class Value:
         slices: list[tuple[Ref, Ref]] = []
         before: list[Ref] = []  # the numbers of positions of earlier pieces, of one an example
         for piece in wanted.examples.pieces:
-            assert isinstance(piece.group, str) and piece.times
-            begin, size = (towers.times(make(tower, tf.int64, piece.group), piece.times)
-                           for make in (towers.offset, towers.count))
+            begin, size = (make(piece, tf.int64, tower) for make in (towers.start, towers.size))
             begin = functools.reduce(functools.partial(host, "AddV2"), before, begin)
             before.append(towers.size(piece, tf.int64))
             if wanted.start:

@@ -79,13 +79,13 @@ def _make_draws(m: Any, width: int) -> Any:
         steps = m.each(lambda tower: m.constant([0, m.towers.first + tower], tf.uint64, None))
         return _draw(m, shapes, m.make("AddV2", [m.whole(2), steps], None))
     group = 2 if m.op.outputs[0].dtype.size == 8 else 4
-    counts, before = _product(m, shapes), [_numbers_of_earlier(m)]
-    for count in counts[:-1]:
-        before.append(m.make("AddV2", [before[-1], count], None))
+    rows = m.offsets(0, tf.int64)
+    before = [m.towers.times(number, width) for number in rows] if width >= 0 \
+        else m.make("Mul", [rows, _width(m)], None)
     counters = _advanced_counters(m, before, group)
     if width >= 0 and width % group == 0:
         return _draw(m, shapes, counters)
-    return _draw_within_group(m, shapes, counts, before, counters, group)
+    return _draw_within_group(m, shapes, _product(m, shapes), before, counters, group)
 
 
 def _product(m: Any, shape: Any) -> Any:
@@ -95,14 +95,10 @@ def _product(m: Any, shape: Any) -> Any:
     return m.make("Cast", [product], None, DstT=tf.int64) if of_int32 else product
 
 
-def _numbers_of_earlier(m: Any) -> Any:
-    """How many numbers are drawn before those of these towers."""
-    rows = m.earlier(0, tf.int64)
-    if m.towers.across.workers is None and not m.towers.of_all:
-        return rows  # none
+def _width(m: Any) -> Any:
+    """How many numbers are drawn for a row."""
     begin, size = (m.constant([entry], tf.int32, None) for entry in (m.inputs[0].spec.at + 1, -1))
-    width = _product(m, m.make("Slice", [m.part(0, 0), begin, size], None))
-    return m.make("Mul", [rows, width], None)
+    return _product(m, m.make("Slice", [m.part(0, 0), begin, size], None))
 
 
 def _advanced_counters(m: Any, before: Any, group: int) -> Any:

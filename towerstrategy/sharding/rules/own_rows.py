@@ -113,8 +113,7 @@ def _unguarded(indices: tf.Tensor, batch: tf.Tensor) -> tf.Tensor:
 
 def _offsets(m: Any, spec: Sharded, dtype: tf.DType, column: int | None, columns: Any) -> Any:
     """The position of each tower's first row, as an index: in its column, 0 in others."""
-    first = m.each(lambda tower: m.towers.times(
-        m.towers.offset(tower, dtype, spec.group), spec.times))
+    first = m.each(lambda tower: m.towers.start(spec, dtype, tower))
     return first if column is None else m.each(
         lambda tower: m.towers.vector(tower, first[tower], column, columns[0], 0))
 

@@ -276,11 +276,8 @@ def range_(op: Op, specs: Sequence[Spec]) -> Plan | None:
         return dataclasses.replace(once(op), gives=[limit.shards(0)])
 
     def make(m: Any) -> list[list[Any]]:
-        offsets = [m.earlier(1, op.outputs[0].dtype)]
-        for count in m.parts(1)[:-1]:
-            offsets.append(m.make("AddV2", [offsets[-1], count], None))
         ranges = m.copy([m.parts(0), m.parts(1), m.parts(2)], EACH)[0]
-        return [m.make("AddV2", [ranges, offsets], EACH)]
+        return [m.make("AddV2", [ranges, m.offsets(1, op.outputs[0].dtype)], EACH)]
 
     # In strategy.run a tower numbers its own rows from 0, for use with its own rows.
     return Plan(specs, [limit.shards(0)], make=make, alone=0)
