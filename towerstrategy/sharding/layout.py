@@ -24,27 +24,18 @@ LOOPS = ("While", "StatelessWhile")
 
 
 @dataclasses.dataclass
-class WithBodies(Plan):
-    """The plan of a call, branch or loop whose functions have layouts.
+class Nested(Plan):
+    """The plan of a call, branch or loop that has an input that differs between towers, or writes.
 
     Attributes:
       layouts: the layouts of its functions: the body of a call, all branches, or a loop's condition
         and body.
       only_read: see :func:`only_read`.
+      local: whether each tower can run it alone, because nothing in it needs another tower's data.
     """
 
     layouts: Sequence[Layout] = ()
     only_read: Set[int] = frozenset()
-
-
-@dataclasses.dataclass
-class Nested(WithBodies):
-    """The plan of a call, branch or loop that has an input that differs between towers, or writes.
-
-    Attributes:
-      local: whether each tower can run it alone, because nothing in it needs another tower's data.
-    """
-
     local: bool = False
 
 
@@ -126,8 +117,7 @@ def _is_only_read(layout: Layout, name: str) -> bool:
         places = [at for at, each in enumerate(operation.input_names) if each == name]
         for at in () if operation.reads_variable else places:
             plan = layout.plans.get(operation.name)
-            if not isinstance(plan, WithBodies) or not plan.layouts \
-                    or operation.type in BRANCHES or not (
+            if not isinstance(plan, Nested) or operation.type in BRANCHES or not (
                     at in plan.only_read and _is_only_read(layout, operation.output_names[at])
                     if operation.type in LOOPS else
                     _is_only_read(plan.layouts[0], plan.layouts[0].graph.inputs[at].name)):

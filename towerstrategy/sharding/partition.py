@@ -27,6 +27,7 @@ from towerstrategy.sharding.spec import (
     Axes,
     ListOf,
     Partial,
+    PerTower,
     Replicated,
     Sharded,
     Size,
@@ -62,6 +63,7 @@ class Partition:
         self._checks: list[str] = []  # nodes that write no variable and may fail: assertions
         self._of_batch: set[str] = set()  # tensors made of the inputs
         self._stages: dict[str, int] = {}
+        self._order: Sequence[int] = range(len(towers))  # in which towers run an operation
 
     def run(self, layout: Layout, inputs: Iterable[Value],
             controls: Sequence[str] = (), output_devices: Iterable[str] = (),
@@ -202,6 +204,10 @@ class Partition:
                 return values[place].device
         return ""
 
+    def _device_on_towers(self, operation: Op, values: Sequence[Value]) -> str:
+        """The device of an operation that runs on each tower, if not the tower's; else ""."""
+        return self._variable_device(operation, values)
+
     def _on_towers(self, operation: Op, plan: Plan, values: Sequence[Value],
                    controls: list[str], towers: Towers) -> list[Value]:
         """The outputs of an operation that runs on each tower."""
@@ -212,7 +218,7 @@ class Partition:
             values = [*values[:-1], values[-1].as_constant(plan.sizes, operation.inputs[-1].dtype)]
         maker = Maker(operation, values, towers, "" if plan.make is None else next(
             filter(None, self._output_devices(operation)), ""))
-        home = "" if isinstance(plan, Nested) else self._variable_device(operation, values)
+        home = "" if isinstance(plan, Nested) else self._device_on_towers(operation, values)
         if plan.near is not None and values[plan.near].constant is None:
             home = values[plan.near].device
         of_shapes = all(isinstance(spec, (Size, Replicated))
@@ -231,8 +237,8 @@ class Partition:
             isinstance(spec, ListOf) for spec in plan.takes) else Lazily(whole)
         reads = isinstance(plan, Nested) and bool(operation.handles)  # what a later call may write
         if operation.has_effect or reads or not plan.gives or any(
-                isinstance(spec, (Sharded, Partial, ListOf)) for spec in plan.gives):
-            for tower in range(len(towers)):
+                isinstance(spec, (Sharded, Partial, ListOf, PerTower)) for spec in plan.gives):
+            for tower in self._order:
                 part(tower)
         if reads and once is not None and any(isinstance(spec, Size) for spec in plan.gives):
             once()
@@ -261,9 +267,13 @@ class Partition:
             return make_part(maker, tower) if make_part is not None else self._copy(
                 operation, [value.part(tower) for value in maker.inputs],
                 home or (towers.shapes_on(tower) if of_shapes else towers.devices[tower]),
-                tower, controls if operation.has_effect else self._controls_on(controls, tower))
+                tower, self._controls_of_copy(operation, controls, tower))
 
         return part
+
+    def _controls_of_copy(self, operation: Op, controls: list[str], tower: int) -> list[str]:
+        """The nodes that a tower's copy waits for: an effect waits for those of all towers."""
+        return controls if operation.has_effect else self._controls_on(controls, tower)
 
     def _output(self, towers: Towers, tensor: tf.Tensor, spec: Spec, index: int, parts: Lazily,
                 whole: Lazily | None, home: str, of_shapes: bool) -> Value:

@@ -17,7 +17,7 @@ from typing import Any
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy.sharding import bodies, graphs, homes, propagate, replica_plans
+from towerstrategy.sharding import graphs, homes, propagate, replica_plans
 from towerstrategy.sharding.builder import Ref
 from towerstrategy.sharding.contract import Contract
 from towerstrategy.sharding.layout import Layout
@@ -27,7 +27,7 @@ from towerstrategy.sharding.rules.registry import Op, Plan
 from towerstrategy.sharding.spec import PER_TOWER, REPLICATED, SUM, Chosen, Sharded, Spec, of_batch
 from towerstrategy.sharding.towers import Towers
 from towerstrategy.sharding.traffic import Traffic
-from towerstrategy.sharding.values import Lazily, Value, captured, opened, padded
+from towerstrategy.sharding.values import Lazily, Value, captured, opened
 
 
 class PerTowerTensors:
@@ -236,8 +236,6 @@ class ReplicaPartition(Partition):
             if operation.name in self._nodes:
                 self._nodes[operation.name] += [*self._controls(operation), *(
                     ref.node for ref in refs if ref.node in self.towers.builder.nodes)]
-        elif isinstance(plan, replica_plans.OnEachTower):
-            outputs = self._on_each_tower(operation, values, plan)
         elif isinstance(plan, replica_plans.WithAllRows):
             home = self._home(operation, [])
             outputs = self._run_once(operation, plan, [
@@ -248,35 +246,33 @@ class ReplicaPartition(Partition):
             return super()._operation(layout, operation)
         self._values.update(zip(operation.output_names, outputs))
 
-    def _on_each_tower(self, operation: Op, values: Sequence[Value],
-                       plan: replica_plans.OnEachTower) -> list[Value]:
-        """The outputs of an operation that each tower runs."""
-        padded_plan = plan.padded_plan
-        towers = self.towers.at(self._stages.get(operation.name, self.towers.stage))
-        device = operation.definition.device
-        device = "" if device in self.towers.stage_devices[0] else device
-        home = device or self._variable_device(operation, values)
-        controls = self._controls(operation)
-        if padded_plan is not None:
-            values, rows = padded([value if spec == REPLICATED else _with_spec(value, spec)
-                                   for value, spec in zip(values, padded_plan.takes)],
-                                  padded_plan.ones)
-        part = Lazily(lambda tower: self._on_one_tower(
-            operation, plan, values, controls, towers, tower)
-            if plan.layouts else self._copy(
-                operation, [value.part(tower) for value in values],
-                home or towers.devices[tower], tower, self._controls_on(controls, tower),
-                _attributes_with_seed(operation, self._first + tower)))
-        for tower in self._order:
-            part(tower)
-        outputs = [Value(towers, PER_TOWER, tensor.shape, None, part.output(index), device)
-                   for index, tensor in enumerate(operation.outputs)]
-        if plan.only_read:
-            outputs = bodies.given_back(plan, values, outputs)
-        if padded_plan is not None:
-            outputs = [_with_spec(_with_spec(value, spec).without_padding(rows), PER_TOWER)
-                       for value, spec in zip(outputs, padded_plan.gives)]
-        return outputs
+    def _on_towers(self, operation: Op, plan: Plan, values: Sequence[Value],
+                   controls: list[str], towers: Towers) -> list[Value]:
+        if not isinstance(plan, replica_plans.Padded):
+            return super()._on_towers(operation, plan, values, controls, towers)
+        table = plan.table
+        outputs = super()._on_towers(operation, table, [
+            value if spec == REPLICATED else _with_spec(value, spec)
+            for value, spec in zip(values, table.takes)], controls, towers)
+        return [_with_spec(value, PER_TOWER) for value in outputs]
+
+    def _output(self, towers: Towers, tensor: tf.Tensor, spec: Spec, index: int, parts: Lazily,
+                *_: Any) -> Value:
+        value = Value(towers, PER_TOWER, tensor.shape, None, parts.output(index),
+                      self._traced_device(tensor.op.device))
+        return value if spec in (PER_TOWER, REPLICATED) else _with_spec(value, spec)
+
+    def _device_on_towers(self, operation: Op, values: Sequence[Value]) -> str:
+        return self._traced_device(operation.definition.device) or self._variable_device(
+            operation, values)
+
+    def _traced_device(self, device: str) -> str:
+        """The device that the function asks for; "" if that is tower 0's."""
+        return "" if device in self.towers.stage_devices[0] else device
+
+    def _controls_of_copy(self, operation: Op, controls: list[str], tower: int) -> list[str]:
+        del operation
+        return self._controls_on(controls, tower)
 
     def _in_body(self, towers: Towers) -> Partition:
         first = self._first + self.towers.scopes.index(towers.scopes[0])
@@ -290,6 +286,8 @@ class ReplicaPartition(Partition):
         """
         if not (operation.is_stateful or operation.handles):
             return super()._copy(operation, inputs, device, tower, controls, attributes)
+        if tower is not None:
+            attributes = _attributes_with_seed(operation, self._first + tower)
         refs_of = dict(zip(operation.input_names, inputs))
         reads, writes = ([refs_of.get(name, name) for name in sorted(names)]
                          for names in _tf.touched_resources(operation.operation))

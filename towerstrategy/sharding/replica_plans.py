@@ -12,21 +12,13 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence, Set
-from typing import Any
 
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.sharding import graphs, propagate
 from towerstrategy.sharding.contract import Contract
-from towerstrategy.sharding.layout import (
-    BRANCHES,
-    LOOPS,
-    Layout,
-    Nested,
-    WithBodies,
-    only_read,
-)
+from towerstrategy.sharding.layout import BRANCHES, LOOPS, Layout, Nested, only_read
 from towerstrategy.sharding.rules import registry
 from towerstrategy.sharding.rules.registry import Op, Plan
 from towerstrategy.sharding.spec import PER_TOWER, REPLICATED, SUM, Sharded, Spec
@@ -41,14 +33,10 @@ class NeedsOwnTrace(BaseException):
 
 
 @dataclasses.dataclass
-class OnEachTower(WithBodies):
-    """Each tower runs the operation, and has its functions, with its own tensors.
+class Padded(Plan):
+    """Each tower runs the operation; a tower without rows pads its inputs, as ``table`` says."""
 
-    Attributes:
-      padded_plan: the table's plan, if a tower without rows must pad the operation's inputs.
-    """
-
-    padded_plan: Plan | None = None
+    table: Plan = dataclasses.field(kw_only=True)
 
 
 class WithAllRows(Plan):
@@ -93,32 +81,27 @@ class Plans:
             return Nested(specs, body.outputs, layouts=[body])
         return self.on_each_tower(operation, specs, states)
 
-    def on_each_tower(self, operation: Op, specs: Sequence[Spec], states: Contract) -> OnEachTower:
+    def on_each_tower(self, operation: Op, specs: Sequence[Spec], states: Contract) -> Plan:
         """The plan of an operation that each tower runs."""
+        gives: list[Spec] = [PER_TOWER] * len(operation.outputs)
         padded = states.padded.get(operation.name)
-        pads = self._pads and padded is not None and self._traffic.pads(padded)
-        functions = self._functions(operation, specs, states)
-        given_back = functions.get("only_read", ())
-        return OnEachTower(specs, [REPLICATED if index in given_back else PER_TOWER
-                                   for index in range(len(operation.outputs))],
-                           padded_plan=padded if pads else None, **functions)
-
-    def _functions(self, operation: Op, specs: Sequence[Spec], states: Contract) -> dict[str, Any]:
-        """``layouts`` and ``only_read`` of a branch or a loop; {} of others."""
-        loop, branch = operation.type in LOOPS, operation.type in BRANCHES
-        if not loop and not branch and not operation.is_call:
-            return {}
+        if self._pads and padded is not None and self._traffic.pads(padded):
+            return Padded(specs, gives, table=padded)
+        if not (operation.is_call or operation.type in (*BRANCHES, *LOOPS)):
+            return Plan(specs, gives)
         taken: list[Spec] = [spec if tensor.dtype == tf.resource else PER_TOWER
                              for tensor, spec in zip(operation.inputs, specs)]
-        layouts = [self._layout(inner, taken[int(branch):])  # behind the condition
+        layouts = [self._layout(inner, taken[int(operation.type in BRANCHES):])  # not the condition
                    for inner in states.bodies(operation.operation)]
-        if loop or branch:
-            read = only_read(operation, layouts) if loop else frozenset()
-            return {"layouts": layouts, "only_read": read}
-        if any(map(_differs, layouts)):
-            raise NeedsOwnTrace("a function that XLA compiles would draw the same numbers on every "
-                                "tower")
-        return {}
+        if operation.is_call:
+            if any(map(_differs, layouts)):
+                raise NeedsOwnTrace("a function that XLA compiles would draw the same numbers on "
+                                    "every tower")
+            return Plan(specs, gives)
+        read = only_read(operation, layouts) if operation.type in LOOPS else frozenset()
+        return Nested(specs, [REPLICATED if index in read else PER_TOWER
+                              for index in range(len(gives))],
+                      layouts=layouts, only_read=read, local=True)
 
     def _layout(self, states: Contract, specs: Sequence[Spec], summed: Sequence[str] = ()
                 ) -> Layout:
@@ -180,7 +163,7 @@ def _differs(layout: Layout) -> bool:
     """Whether towers differ in what a compiled function does: they draw, print or assert."""
     for operation in layout.order:
         plan = layout.plans.get(operation.name)
-        nested = plan.layouts if isinstance(plan, WithBodies) else ()
+        nested = plan.layouts if isinstance(plan, Nested) else ()
         if any(map(_differs, nested)):
             return True
         if operation.is_stateful and not operation.handles and operation.type not in _tf.CALLERS:
