@@ -246,12 +246,12 @@ class FunctionTest(parameterized.TestCase):
         strategy.function(step)(*strategy.split(batch))
         self.assertEmpty(strategy.extended.done_with_all_rows)
 
-    def test_other_numbers_of_rows_beside_two_views(self):
+    def test_other_numbers_of_rows_beside_rows_or_two_views(self):
         """Else a loss of wrong pairs is silent: rows are left out, or the last one is repeated."""
         strategy = strategy_of(3)
-        for batch, others in ((4, 7), (4, 9), (4, 16), (1, 3)):
+        for views, batch, others in ((1, 4, 3), (2, 4, 7), (2, 4, 9), (2, 4, 16), (2, 1, 3)):
             several = tf.Variable(tf.range(others, dtype=tf.float32))
-            step = strategy.function(lambda x: tf.concat([x, 2 * x], 0) * several)  # noqa: B023
+            step = strategy.function(lambda x: tf.concat([x] * views, 0) * several)  # noqa: B023
             with self.assertRaises(tf.errors.InvalidArgumentError):
                 step(strategy.split(X[:batch]))
 

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+import tensorflow as tf
+
 from towerstrategy.placement import scopes
-from towerstrategy.sharding.layout import LOOPS, Layout, Nested
+from towerstrategy.sharding.layout import BRANCHES, LOOPS, Layout, Nested
 from towerstrategy.sharding.rules.registry import Op
 from towerstrategy.sharding.spec import Sharded
 
 ONCE = f"{scopes.ONCE}/"  # the name scope of operations that run once
+LARGEST_REPEATED = 4096  # bytes of a constant of which each tower's part of the graph has a copy
 UPDATE = f"{ONCE}{scopes.UPDATE}/"
 
 
@@ -97,3 +100,22 @@ def _device_of_variable(operation: Op, devices: Mapping[str, str]) -> str | None
     """The device of the first variable whose handle an operation takes, if it is in ``devices``."""
     names = [operation.input_names[place] for place in operation.handles]
     return next((devices[name] for name in names if devices.get(name)), None)
+
+
+def is_small(tensor: tf.Tensor) -> bool:
+    """Whether a tensor is a few numbers or a shape, or of a dtype that is not in a GPU's memory."""
+    return tensor.dtype in (tf.string, tf.variant, tf.resource) or tensor.shape.rank is None \
+        or _bytes(tensor) <= LARGEST_REPEATED
+
+
+def _bytes(tensor: tf.Tensor) -> int:
+    """The bytes of a tensor; more than may be repeated if its shape is unknown."""
+    known = tensor.shape.is_fully_defined()
+    return tensor.shape.num_elements() * tensor.dtype.size if known else LARGEST_REPEATED + 1
+
+
+def is_repeatable(operation: Op) -> bool:
+    """Whether each tower may make the outputs itself instead of receiving them."""
+    if operation.is_stateful or operation.is_call or operation.type in (*BRANCHES, *LOOPS):
+        return False
+    return bool(operation.inputs) or sum(map(_bytes, operation.outputs)) <= LARGEST_REPEATED

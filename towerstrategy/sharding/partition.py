@@ -17,9 +17,9 @@ from typing import Any
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy.sharding import bodies, homes, staging
+from towerstrategy.sharding import bodies, homes, padding, staging
 from towerstrategy.sharding.builder import Ref
-from towerstrategy.sharding.layout import BRANCHES, LOOPS, Layout, Nested
+from towerstrategy.sharding.layout import LOOPS, Layout, Nested
 from towerstrategy.sharding.maker import Maker
 from towerstrategy.sharding.rules.registry import Op, Plan
 from towerstrategy.sharding.spec import (
@@ -34,9 +34,7 @@ from towerstrategy.sharding.spec import (
     Spec,
 )
 from towerstrategy.sharding.towers import Towers
-from towerstrategy.sharding.values import Lazily, Value, padded
-
-LARGEST_REPEATED = 4096  # bytes of a constant of which each tower's part of the graph has a copy
+from towerstrategy.sharding.values import Lazily, Value
 
 
 class Partition:
@@ -141,7 +139,7 @@ class Partition:
         """The outputs of an operation that runs once, with all rows."""
         if operation.handles and values[0].read is not None:  # the loop is given what it reads
             return [values[0].read(operation)]
-        constant = all(value.constant for value in values) and _is_repeatable(operation)
+        constant = all(value.constant for value in values) and homes.is_repeatable(operation)
         device = towers.host if constant else self._home(operation, values)
 
         def whole() -> list[Ref]:
@@ -194,15 +192,12 @@ class Partition:
             return home
         if largest and largest.device:
             return largest.device
-        large = not all(map(_is_small, operation.outputs))
+        large = not all(map(homes.is_small, operation.outputs))
         return self.towers.spare if large and self.towers.spare else self.towers.merge
 
     def _variable_device(self, operation: Op, values: Sequence[Value]) -> str:
         """The device of the variable whose handle an operation takes; "" without one."""
-        for place in operation.handles:  # empty for most operations, and this runs for all of them
-            if values[place].device:
-                return values[place].device
-        return ""
+        return next(filter(None, (values[place].device for place in operation.handles)), "")
 
     def _device_on_towers(self, operation: Op, values: Sequence[Value]) -> str:
         """The device of an operation that runs on each tower, if not the tower's; else ""."""
@@ -212,8 +207,8 @@ class Partition:
                    controls: list[str], towers: Towers) -> list[Value]:
         """The outputs of an operation that runs on each tower."""
         rows = None
-        if plan.padded and towers.replicas > 1:
-            values, rows = padded(values, plan.ones)
+        if plan.padded and (towers.replicas > 1 or towers.of_all):
+            values, rows = padding.padded(values, plan.ones)
         if plan.sizes is not None:
             values = [*values[:-1], values[-1].as_constant(plan.sizes, operation.inputs[-1].dtype)]
         maker = Maker(operation, values, towers, "" if plan.make is None else next(
@@ -247,7 +242,8 @@ class Partition:
                    for index, (tensor, spec) in enumerate(zip(operation.outputs, plan.gives))]
         if isinstance(plan, Nested):
             outputs = bodies.given_back(plan, values, outputs)
-        return outputs if rows is None else [value.without_padding(rows) for value in outputs]
+        return outputs if rows is None else [
+            padding.without_padding(value, rows) for value in outputs]
 
     def _part(self, plan: Plan, maker: Maker, home: str, of_shapes: bool, controls: list[str]
               ) -> Lazily:
@@ -286,7 +282,7 @@ class Partition:
         if isinstance(spec, Replicated):  # each tower makes the same value
             constant = (lambda tower, _: part(tower)) if of_shapes and not towers.on_cpu else None
             return Value(towers, spec, tensor.shape, lambda: part(0), part, home, constant)
-        rows = tensor.dtype.is_floating or not _is_small(tensor)
+        rows = tensor.dtype.is_floating or not homes.is_small(tensor)
         return Value(towers, spec, tensor.shape, None, part, self._sum_devices.get(tensor.name)
                      or (towers.spare if rows else ""))
 
@@ -299,7 +295,8 @@ class Partition:
     def _inlined(self, operation: Op, layout: Layout, values: Sequence[Value],
                  controls: list[str], towers: Towers) -> list[Value]:
         """The outputs of a call, whose function body is inlined."""
-        inner = self._within(towers, operation)
+        inner = self._inner(towers, f"{self._scope}{operation.name}/",
+                            self._once_scope_of(operation))
         inner._checks = self._checks
         results = inner.run(layout, values, controls, self._output_devices(operation),
                             [name in self._of_batch for name in operation.input_names])
@@ -311,9 +308,9 @@ class Partition:
         self.reads += inner.reads
         return results
 
-    def _within(self, towers: Towers, operation: Op) -> Partition:
-        """The partition of a call's body."""
-        return Partition(towers, f"{self._scope}{operation.name}/", self._once_scope_of(operation))
+    def _inner(self, towers: Towers, scope: str = "", once: str = homes.ONCE) -> Partition:
+        """The partition of a function body."""
+        return Partition(towers, scope, once)
 
     def _on_one_tower(self, operation: Op, plan: Any, values: Sequence[Value],
                       controls: list[str], towers: Towers, tower: int) -> list[Any]:
@@ -341,7 +338,7 @@ class Partition:
                                  plan.only_read, functools.partial(self._read, controls))
                      for layout in plan.layouts]
         for number, body in enumerate(functions):
-            partition = self._in_body(body.towers)
+            partition = self._inner(body.towers)
             results = partition.run(body.layout, body.values, output_devices=(
                 () if loop else self._output_devices(operation)))
             body.set_results(results, plan.gives if number or not loop else [REPLICATED],
@@ -383,26 +380,3 @@ class Partition:
             self._read_before[key] = Value(
                 self.towers, REPLICATED, operation.outputs[0].shape, ref, None, value.device)
         return self._read_before[key]
-
-    def _in_body(self, towers: Towers) -> Partition:
-        """The partition of a branch or a loop body."""
-        return Partition(towers)
-
-
-def _is_small(tensor: tf.Tensor) -> bool:
-    """Whether a tensor is a few numbers or a shape, or of a dtype that is not in a GPU's memory."""
-    return tensor.dtype in (tf.string, tf.variant, tf.resource) or tensor.shape.rank is None \
-        or _bytes(tensor) <= LARGEST_REPEATED
-
-
-def _bytes(tensor: tf.Tensor) -> int:
-    """The bytes of a tensor; more than may be repeated if its shape is unknown."""
-    known = tensor.shape.is_fully_defined()
-    return tensor.shape.num_elements() * tensor.dtype.size if known else LARGEST_REPEATED + 1
-
-
-def _is_repeatable(operation: Op) -> bool:
-    """Whether each tower may make the outputs itself instead of receiving them."""
-    if operation.is_stateful or operation.is_call or operation.type in (*BRANCHES, *LOOPS):
-        return False
-    return bool(operation.inputs) or sum(map(_bytes, operation.outputs)) <= LARGEST_REPEATED

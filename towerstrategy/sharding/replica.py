@@ -222,10 +222,11 @@ class ReplicaPartition(Partition):
         del operation
         return self._once_scope  # updates have their own name scope in the trace
 
-    def _within(self, towers: Towers, operation: Op) -> Partition:
-        inner = ReplicaPartition(towers, self._tensors, f"{self._scope}{operation.name}/",
-                                 self._once_scope, self._first)
-        inner._writers, inner._readers = self._writers, self._readers
+    def _inner(self, towers: Towers, scope: str = "", once: str = homes.ONCE) -> Partition:
+        inner = ReplicaPartition(towers, self._tensors, scope, once, self._first
+                                 + self.towers.scopes.index(towers.scopes[0]))
+        if towers.builder is self.towers.builder:  # nodes of one graph
+            inner._writers, inner._readers = self._writers, self._readers
         return inner
 
     def _operation(self, layout: Layout, operation: Op) -> None:
@@ -273,10 +274,6 @@ class ReplicaPartition(Partition):
     def _controls_of_copy(self, operation: Op, controls: list[str], tower: int) -> list[str]:
         del operation
         return self._controls_on(controls, tower)
-
-    def _in_body(self, towers: Towers) -> Partition:
-        first = self._first + self.towers.scopes.index(towers.scopes[0])
-        return ReplicaPartition(towers, self._tensors, first=first)
 
     def _copy(self, operation: Op, inputs: Sequence[Ref], device: str, tower: int | None,
               controls: Iterable[str], attributes: bytes = b"") -> list[Ref]:

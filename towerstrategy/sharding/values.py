@@ -27,13 +27,13 @@ from towerstrategy.sharding.spec import (
     Sharded,
     Size,
     Spec,
-    can_be_cut,
     has_known_rows,
     in_one_block,
 )
 from towerstrategy.sharding.towers import Towers
 from towerstrategy.sharding.traffic import MANY_ROWS
 
+_TOO_MANY = 2**31  # rows; no tensor has so many
 _REDUCTIONS = {"max": "Maximum", "min": "Minimum", "and": "LogicalAnd", "or": "LogicalOr"}
 
 
@@ -113,15 +113,20 @@ class Value:
         repeated = self.constant is not None and device in self.towers.devices
         return self.part(self.towers.devices.index(device)) if repeated else self.whole()
 
+    def other(self, key: Any, make: Callable[[], Value]) -> Value:
+        """Another form of the tensor, which is made once for all operations that need it."""
+        if key not in self._others:
+            self._others[key] = make()
+        return self._others[key]
+
     def at(self, towers: Towers) -> Value:
         """The same tensor for the stage of these towers: another value if it is replicated."""
         if towers.stage == self.towers.stage or not isinstance(self.spec, Replicated):
             return self
-        if towers.stage not in self._others:
-            self._others[towers.stage] = Value(towers, self.spec, self.shape, self.whole, None,
-                                               self.device, self.constant)
-            self._others[towers.stage].read = self.read
-        return self._others[towers.stage]
+        other = self.other(towers.stage, lambda: Value(
+            towers, self.spec, self.shape, self.whole, None, self.device, self.constant))
+        other.read = self.read
+        return other
 
     def of_one(self, tower: int, alone: Towers, spec: Spec, device: str) -> Value:
         """A tower's part, as a tensor of this tower by itself."""
@@ -137,9 +142,7 @@ class Value:
         """The same tensor with another spec; ``joined.can_become`` says which ones are possible."""
         if wanted is self.spec or wanted == self.spec:
             return self
-        if wanted not in self._others:
-            self._others[wanted] = self._redistributed(wanted)
-        return self._others[wanted]
+        return self.other(wanted, lambda: self._redistributed(wanted))
 
     def as_rows(self, wanted: Spec) -> Value:
         """:meth:`as_spec`, for a tensor that is known to have all rows if they are sharded."""
@@ -174,55 +177,6 @@ class Value:
         towers = self.towers
         return Value(towers, self.spec, self.shape, self.whole, lambda tower: (
             towers.builder.constant(entries, dtype, towers.devices[tower])))
-
-    def padded(self, fill: int = 0) -> Value:
-        """The same tensor, with one row of ``fill`` on each tower that has no rows."""
-        spec, towers = self.spec, self.towers
-        if isinstance(spec, Sharded) and self.shape.rank is not None:
-            key = ("padded", fill)
-            if key not in self._others:  # one for all operations that need it
-                self._others[key] = Value(towers, spec, self.shape, self.whole, functools.partial(
-                    self._padded_part, fill))
-            return self._others[key]
-        if isinstance(spec, Size):
-            least = [int(place == spec.at) for place in range(self.shape.num_elements())]
-            return Value(towers, spec, self.shape, self.whole, lambda tower: towers.on(
-                tower, "Maximum", self.part(tower), towers.builder.constant(
-                    least, self.part(tower).dtype, towers.devices[tower])))
-        return self
-
-    def _padded_part(self, fill: int, tower: int) -> Ref:
-        assert isinstance(self.spec, Sharded)
-        towers, dim, rank, part = self.towers, self.spec.dim, self.shape.rank, self.part(tower)
-        after = towers.vector(tower, self._padding_rows(tower), dim, rank, 0)
-        paddings = towers.on(tower, "Pack", towers.builder.constant(
-            [0] * rank, tf.int32, towers.devices[tower]), after, axis=1)
-        # Not Pad: oneDNN fuses it with a convolution, which then gives zero rows a wrong shape.
-        # PadV2's kernel for GPUs takes the fill value from the host's memory.
-        return towers.on(tower, "PadV2", part, paddings, towers.builder.constant(
-            "" if part.dtype == tf.string else fill, part.dtype, towers.shapes_on(tower)))
-
-    def without_padding(self, unpadded: Value) -> Value:
-        """The inverse of :meth:`padded`: without the rows by which ``unpadded`` was padded."""
-        spec, towers, rank = self.spec, self.towers, self.shape.rank
-        if not isinstance(spec, Sharded) or rank is None:
-            return self
-
-        def part(tower: int) -> Ref:
-            rows = towers.on_host("Sub", unpadded._padding_rows(tower), towers.number(1, tf.int32))
-            begin = towers.builder.constant([0] * rank, tf.int32, towers.devices[tower])
-            return towers.on(tower, "Slice", self.part(tower), begin,
-                             towers.vector(tower, rows, spec.dim, rank, -1))
-
-        return Value(towers, spec, self.shape, None, part)
-
-    def _padding_rows(self, tower: int) -> Ref:
-        """1 for a tower without rows of this tensor, else 0; an int32 scalar."""
-        spec = self.spec
-        assert isinstance(spec, Sharded)
-        return self.towers.padding_rows(
-            self.towers.size(spec.examples, tf.int64, tower)
-            if can_be_cut(spec) else self.size_along(spec.dim, tower))
 
     def _first_or_zeros(self, tower: int) -> Ref:
         """The part of a replicated tensor as a partial sum: the first tower has all of it."""
@@ -352,8 +306,8 @@ class Value:
             slices.append((begin, size))
         if not has_rows and towers.first + tower == towers.replicas - 1:
             rest = host("Sub", rows(), begin)
-            slices[-1] = begin, host("AddV2", rest, host(
-                "Sub", rest, size)) if wanted.broadcast else rest
+            slices[-1] = begin, host("AddV2", size, towers.times(
+                host("Sub", rest, size), _TOO_MANY)) if wanted.broadcast else rest
         return slices
 
     def size_along(self, dim: int, tower: int | None = None, dtype: tf.DType = tf.int64) -> Ref:
@@ -393,12 +347,6 @@ def opened(shape: tf.TensorShape, along: int) -> tf.TensorShape:
     """A static shape in which the size of one dimension is unknown."""
     return shape if shape.rank is None else tf.TensorShape(
         [None if dim == along else size for dim, size in enumerate(shape)])
-
-
-def padded(values: Sequence[Value], ones: Sequence[int]) -> tuple[list[Value], Value]:
-    """An operation's inputs, padded (by a 1 for inputs ``ones``); and the first that has rows."""
-    rows = next(value for value in values if isinstance(value.spec, Sharded))
-    return [value.padded(int(at in ones)) for at, value in enumerate(values)], rows
 
 
 def captured(towers: Towers, outer: Any, shape: tf.TensorShape) -> Value:
