@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from towerstrategy.sharding import homes
@@ -113,7 +114,8 @@ class Maker:
         assert isinstance(spec, Size)
         if has_known_rows(spec):
             return self.each(lambda tower: towers.start(spec, dtype, tower))
-        sizes = value.parts() if value.shape.rank == 0 else self.entries(value.parts(), spec.at)
+        sizes = value.parts() if value.shape.rank == 0 else self.entries(self.make(  # or unknown
+            "Reshape", [value.parts(), self.constant([-1], tf.int32, HOST)], HOST), spec.at)
         if sizes[0].dtype != dtype:
             sizes = self.make("Cast", [sizes], HOST, DstT=dtype)
         *ends, here = itertools.accumulate(
@@ -157,6 +159,11 @@ class Maker:
     def entries(self, vectors: list[Ref], index: int) -> list[Ref]:
         """Each tower's entry ``index`` of its vector."""
         return [self.towers.entry(vector, index) for vector in vectors]
+
+    def with_entry(self, vectors: list[Ref], index: int, entries: list[Ref]) -> Any:
+        """Each tower's vector, of a static length, with another entry ``index``."""
+        mask = np.arange(self.op.inputs[0].shape[0]) == index
+        return self.make("SelectV2", [self.constant(mask, tf.bool, EACH), entries, vectors], EACH)
 
     def _device(self, tower: int | None) -> str:
         if tower == HOST:

@@ -197,7 +197,10 @@ class Partition:
 
     def _variable_device(self, operation: Op, values: Sequence[Value]) -> str:
         """The device of the variable whose handle an operation takes; "" without one."""
-        return next(filter(None, (values[place].device for place in operation.handles)), "")
+        for place in operation.handles:  # empty for most operations, and this runs for all of them
+            if values[place].device:
+                return values[place].device
+        return ""
 
     def _device_on_towers(self, operation: Op, values: Sequence[Value]) -> str:
         """The device of an operation that runs on each tower, if not the tower's; else ""."""
@@ -263,7 +266,7 @@ class Partition:
             return make_part(maker, tower) if make_part is not None else self._copy(
                 operation, [value.part(tower) for value in maker.inputs],
                 home or (towers.shapes_on(tower) if of_shapes else towers.devices[tower]),
-                tower, self._controls_of_copy(operation, controls, tower))
+                tower, controls and self._controls_of_copy(operation, controls, tower))
 
         return part
 

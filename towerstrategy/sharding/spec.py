@@ -257,7 +257,8 @@ def in_one_block(spec: Sharded | Size) -> bool:
 
 def can_be_cut(spec: Sharded | Size) -> bool:
     """Whether the towers' numbers of examples are known without a tensor that has them."""
-    return not any(isinstance(group, Chosen) for group, _ in parts_of(spec))
+    group = spec.group.parts[0][0] if isinstance(spec.group, Concatenated) else spec.group
+    return not isinstance(group, Chosen)
 
 
 def has_known_rows(spec: Sharded | Size) -> bool:

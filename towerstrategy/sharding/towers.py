@@ -18,7 +18,7 @@ from towerstrategy.placement import peers
 from towerstrategy.sharding import relays
 from towerstrategy.sharding.across import Across
 from towerstrategy.sharding.builder import Builder, Ref
-from towerstrategy.sharding.spec import Sharded, Size, positions
+from towerstrategy.sharding.spec import Sharded, Size, parts_of
 
 MOST_TO_EXCHANGE = 8  # towers: the copies grow with the square
 
@@ -182,10 +182,10 @@ class Towers:
     def size(self, spec: Sharded | Size, dtype: tf.DType, tower: int | None = None) -> Ref:
         """How many positions the examples have, on a tower; for None, on all towers."""
         assert spec.times is not None
-        return functools.reduce(functools.partial(self.on_host, "AddV2"), [
-            self.times(self.total(dtype, batch) if tower is None
-                       else self.count(tower, dtype, batch), number)
-            for batch, number in positions(spec.pieces).items() if isinstance(batch, str)])
+        counts = [self.times(self.total(dtype, batch) if tower is None
+                             else self.count(tower, dtype, batch), number * spec.times)
+                  for batch, number in parts_of(spec) if isinstance(batch, str)]
+        return functools.reduce(functools.partial(self.on_host, "AddV2"), counts)
 
     def start(self, spec: Sharded | Size, dtype: tf.DType, tower: int) -> Ref:
         """A tower's first position in a tensor of one piece."""

@@ -272,9 +272,9 @@ class Value:
                                 towers.vector(tower, begin, wanted.dim, rank, 0),
                                 towers.vector(tower, size, wanted.dim, rank, -1), Index=tf.int64)
                       for begin, size in self._slices_of(wanted, tower, has_rows)]
-            axis = towers.builder.constant(wanted.dim, tf.int32, towers.devices[tower])
             return slices[0] if len(slices) == 1 else towers.on(
-                tower, "ConcatV2", *slices, axis, N=len(slices))
+                tower, "ConcatV2", *slices, towers.builder.constant(
+                    wanted.dim, tf.int32, towers.devices[tower]), N=len(slices))
 
         return Value(towers, wanted.given, self.shape, self.whole, part)
 
@@ -288,11 +288,11 @@ class Value:
         towers, host = self.towers, self.towers.on_host
         rows = functools.partial(self.size_along, wanted.dim)
         slices: list[tuple[Ref, Ref]] = []
-        before: list[Ref] = []  # the numbers of positions of earlier pieces, of one an example
-        for piece in wanted.examples.pieces:
+        pieces = wanted.examples.pieces
+        for piece in pieces:
             begin, size = (make(piece, tf.int64, tower) for make in (towers.start, towers.size))
-            begin = functools.reduce(functools.partial(host, "AddV2"), before, begin)
-            before.append(towers.size(piece, tf.int64))
+            for earlier in pieces[:len(slices)]:
+                begin = host("AddV2", begin, towers.size(earlier, tf.int64))
             if wanted.start:
                 begin = host("Minimum", begin, rows())
                 size = host("Minimum", size, host("Sub", rows(), begin))

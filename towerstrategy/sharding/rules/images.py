@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import tensorflow as tf
-
 from towerstrategy.sharding.rules.dimensions import but, by_names
 from towerstrategy.sharding.rules.own_rows import in_own_rows
 from towerstrategy.sharding.rules.registry import EACH, Op, Plan, rule
@@ -80,14 +78,10 @@ def input_gradient(op: Op, specs: Sequence[Spec]) -> Plan | None:
 
 def _make_input_gradient(m: Any) -> list[list[Any]]:
     """Makes a copy of the op for each tower, with the tower's number of rows in the shape."""
-    last = len(m.op.inputs) - 1
-    dtype = m.op.inputs[0].dtype
-    gradient_shape = m.make("Shape", [m.parts(last)], EACH, out_type=dtype)
-    zero, one = (m.constant([number], dtype, EACH) for number in (0, 1))
-    rows = m.make("Slice", [gradient_shape, zero, one], EACH)
-    sizes = m.make("Slice", [m.parts(0), one, m.constant([-1], dtype, EACH)], EACH)
-    shape = m.make("ConcatV2", [rows, sizes, m.constant(0, tf.int32, EACH)], EACH)
-    outputs: list[list[Any]] = m.copy([shape, *map(m.parts, range(1, last + 1))], EACH)
+    sizes, *others, gradient = map(m.parts, range(len(m.op.inputs)))
+    shapes = m.make("Shape", [gradient], EACH, out_type=m.op.inputs[0].dtype)
+    outputs: list[list[Any]] = m.copy([
+        m.with_entry(sizes, 0, m.entries(shapes, 0)), *others, gradient], EACH)
     return outputs
 
 

@@ -10,9 +10,6 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-import tensorflow as tf
-
 from towerstrategy.sharding.rules import shapes
 from towerstrategy.sharding.rules.entries import (
     ONE,
@@ -42,19 +39,20 @@ def reshape(op: Op, spec: Spec, target: Spec) -> Plan | None:
         return None
     if result == spec and _are_equal(before, after, spec.dim):
         return Plan([spec, target], [spec], passes=True)
-    if isinstance(target, Size):
-        inferred = _inferred_sizes(spec, result, before, after, requested)
-        plan = _plan_by_size(op, spec, target, result, inferred)
-        sizes = [-1 if at == result.dim else inferred.get(at, size)
-                 for at, size in enumerate(after)]
-        if plan is not None and plan.make is None and all(
-                isinstance(size, int) and size for size in sizes):
-            plan.sizes = sizes
-        return plan
-    if requested is not None and requested[result.dim] == -1:
-        return Plan([spec, REPLICATED], [result])
-    return Plan([spec, REPLICATED], [result],
-                make=lambda m: _make_reshape(m, result.dim), alone=0)
+    inferred = _inferred_sizes(spec, result, before, after, requested)
+    sizes = [-1 if at == result.dim else inferred.get(at, size) for at, size in enumerate(after)]
+    plan = Plan([spec, target], [result])
+    if all(isinstance(size, int) and size for size in sizes):
+        plan.sizes = sizes
+    elif not isinstance(target, Size):
+        return plan if requested is not None and requested[result.dim] == -1 else _with_size(
+            plan, op, result.dim, -1)
+    elif inferred and (spec.times != result.times or result.times is None):
+        # TensorFlow infers a size of -1 from the sizes that are not 0. On a tower without rows that
+        # is wrong where sizes move between the rows' dimension and others; so the size is put in.
+        (dim, size), = inferred.items()
+        return None if size is None else _with_size(plan, op, dim, size)
+    return plan
 
 
 def _inferred_sizes(spec: Sharded, result: Sharded, before: Sequence[Any] | None,
@@ -66,23 +64,6 @@ def _inferred_sizes(spec: Sharded, result: Sharded, before: Sequence[Any] | None
     others = [size for at, size in enumerate(after) if at not in (*inferred, result.dim)]
     rest = quotient(example, [result.times, len(result.pieces), *others])
     return dict.fromkeys(inferred, int(rest.known) if rest is not None and not rest.times else None)
-
-
-def _plan_by_size(op: Op, spec: Sharded, target: Size, result: Sharded,
-                  inferred: dict[int, int | None]) -> Plan | None:
-    """The plan of a reshape whose target shape has the number of rows.
-
-    TensorFlow infers a size of -1 from the sizes that are not 0. On a tower without rows that is
-    wrong where sizes move between the rows' dimension and others; so the size is put in.
-    """
-    if not inferred or spec.times == result.times is not None:
-        return Plan([spec, target], [result])
-    (dim, size), = inferred.items()
-    if size is None:
-        return None
-
-    return Plan([spec, target], [result], alone=0, make=lambda m: m.copy(
-        [m.parts(0), _with_size(m, dim, size)], EACH))
 
 
 def _are_equal(before: Sequence[Any] | None, after: Sequence[Any] | None, rows: int = -1) -> bool:
@@ -156,18 +137,10 @@ def _sizes_after(op: Op, requested: Sequence[Any] | None, target: Spec = REPLICA
             for size, wanted in zip(static, requested)]
 
 
-def _make_reshape(m: Any, dim: int) -> Any:
-    """Makes each tower's reshape, with -1 for its rows in dimension ``dim``."""
-    static = m.op.outputs[0].shape
-    others = [size for at, size in enumerate(static) if at != dim]
-    shape = m.constant([-1 if at == dim else size for at, size in enumerate(static)],
-                       m.op.inputs[1].dtype, EACH) if None not in others and 0 not in others \
-        else _with_size(m, dim, -1)
-    return m.copy([m.parts(0), shape], EACH)
+def _with_size(plan: Plan, op: Op, dim: int, size: int) -> Plan:
+    """``plan``, where each tower's target shape gets ``size`` in dimension ``dim``."""
+    def make(m: Any) -> Any:
+        return m.copy([m.parts(0), m.with_entry(m.parts(1), dim, m.constant(
+            size, op.inputs[1].dtype, EACH))], EACH)
 
-
-def _with_size(m: Any, dim: int, size: int) -> Any:
-    """Makes each tower's target shape, with ``size`` in dimension ``dim``."""
-    mask = np.arange(m.op.outputs[0].shape.rank) == dim
-    return m.make("SelectV2", [m.constant(mask, tf.bool, EACH), m.constant(
-        size, m.op.inputs[1].dtype, EACH), m.parts(1)], EACH)
+    return dataclasses.replace(plan, make=make, alone=0)
