@@ -9,7 +9,6 @@ functions of the operation take that argument.
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
@@ -21,20 +20,9 @@ from towerstrategy.sharding.across import Across
 from towerstrategy.sharding.builder import Builder, Ref
 from towerstrategy.sharding.layout import Layout
 from towerstrategy.sharding.rules.registry import Op
-from towerstrategy.sharding.spec import (
-    REPLICATED,
-    ListOf,
-    Partial,
-    PerTower,
-    Replicated,
-    Sharded,
-    Size,
-    Spec,
-)
+from towerstrategy.sharding.spec import PARTED, REPLICATED, Replicated, Sharded, Spec
 from towerstrategy.sharding.towers import OfAll, Towers
 from towerstrategy.sharding.values import Value
-
-_PARTED = (Sharded, Partial, ListOf, PerTower)  # specs of values that have no whole tensor
 
 
 class Extra(NamedTuple):
@@ -75,17 +63,19 @@ class Body:
             self._outer.spare, self._of_all()).at(self._outer.stage)
         placeholders: list[tf.Tensor] = []
         inputs = []
+
+        def arguments(like: tf.Tensor) -> Iterator[tuple[Ref, str]]:
+            while True:
+                placeholders.append(_tf.placeholder_like(like))
+                yield builder.take(placeholders[-1]), ""
+
         for index, (spec, value, inner) in enumerate(zip(
                 self._specs, values, self.layout.graph.inputs)):
             if index in self._only_read:
                 inputs.append(self._argument(index, inner, value))
                 inputs[-1].read = functools.partial(self._read_outside, index, value)
             else:
-                refs = []
-                for _ in range(_count_of(spec, len(towers))):
-                    placeholders.append(_tf.placeholder_like(inner))
-                    refs.append(builder.take(placeholders[-1]))
-                inputs.append(value_of(towers, spec, inner.shape, zip(refs, itertools.repeat(""))))
+                inputs.append(value_of(towers, spec, inner.shape, arguments(inner)))
                 inputs[-1].device = "" if value.constant else value.device
         return placeholders, inputs
 
@@ -150,7 +140,7 @@ class Body:
         for index, (value, spec) in enumerate(zip(results, specs)):
             if not (returns_inputs and index in self._only_read):
                 refs = refs_of(value.as_spec(spec))
-                self.ends += self.towers.devices if isinstance(spec, _PARTED) else map(
+                self.ends += self.towers.devices if isinstance(spec, PARTED) else map(
                     self._builder.device if returns_inputs else lambda _: "", refs)
                 self.results += refs
         self._identities = [self._builder.make("Identity", [ref], "") for ref in self.results]
@@ -174,30 +164,17 @@ class Body:
                                       for name in dict.fromkeys(self._effects)]
 
 
-def given_back(plan: Any, values: Sequence[Value], outputs: Sequence[Value]) -> list[Value]:
-    """The outputs of a loop; the variables that it only reads are its inputs."""
-    return [values[index] if index in plan.only_read else output
-            for index, output in enumerate(outputs)]
-
-
-def _count_of(spec: Spec, towers: int) -> int:
-    """The number of tensors that represent a value of this spec in a function's signature."""
-    if isinstance(spec, Size):
-        return towers + 1
-    return towers if isinstance(spec, _PARTED) else 1
-
-
 def refs_of(value: Value) -> list[Ref]:
     """The tensors that represent a value: the whole tensor, each tower's part, or both."""
     spec = value.spec
-    refs = [] if isinstance(spec, _PARTED) else [value.whole()]
+    refs = [] if isinstance(spec, PARTED) else [value.whole()]
     return refs if isinstance(spec, Replicated) else refs + value.parts()
 
 
 def value_of(towers: Towers, spec: Spec, shape: tf.TensorShape, refs: Iterator[tuple[Ref, str]]
              ) -> Value:
     """The value that tensors, with their devices, represent: the inverse of :func:`refs_of`."""
-    parted = isinstance(spec, _PARTED)
+    parted = isinstance(spec, PARTED)
     whole, device = (None, "") if parted else next(refs)
     if isinstance(spec, Replicated):
         return Value(towers, REPLICATED, shape, whole, None, device)

@@ -46,16 +46,6 @@ Consumers = dict[str, list[tuple[Node, int]]]
 Crossings = dict[Ref, Consumers]
 
 
-def attributes_with(like: Op, attrs: Mapping[str, Any]) -> bytes:
-    """The attributes of ``like``, a branch or loop, with those of other functions."""
-    node = tf.compat.v1.NodeDef.FromString(like.definition.attributes)
-    for stale in ("output_shapes", "_read_only_resource_inputs"):
-        node.attr.pop(stale, None)
-    for key, value in attrs.items():
-        node.attr[key].CopyFrom(value)
-    return bytes(node.SerializeToString())
-
-
 class Builder:
     """Collects nodes for ``graph``.
 
@@ -128,8 +118,13 @@ class Builder:
              controls: Iterable[str], dtypes: Sequence[tf.DType], attrs: Mapping[str, Any]
              ) -> tuple[list[Ref], str]:
         """A copy of ``like``, a branch or loop, that has other functions and inputs."""
+        node = tf.compat.v1.NodeDef.FromString(like.definition.attributes)
+        for stale in ("output_shapes", "_read_only_resource_inputs"):
+            node.attr.pop(stale, None)
+        for key, value in attrs.items():
+            node.attr[key].CopyFrom(value)
         return self._add(f"{scope}{like.name}", like.type, inputs, device,
-                         attributes_with(like, attrs), dtypes, controls, alone=True)
+                         node.SerializeToString(), dtypes, controls, alone=True)
 
     def note_shape(self, ref: Ref, shape: tf.TensorShape) -> None:
         """Notes the static shape of a node's output if it is fully known and of floats."""

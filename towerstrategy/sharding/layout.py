@@ -15,9 +15,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from towerstrategy.sharding import traffic as traffic_lib
 from towerstrategy.sharding.rules.registry import Op, Plan
-from towerstrategy.sharding.spec import Replicated, Sharded, Spec
+from towerstrategy.sharding.spec import Replicated, Spec
 
 BRANCHES = ("If", "StatelessIf", "Case", "StatelessCase")
 LOOPS = ("While", "StatelessWhile")
@@ -81,11 +80,6 @@ class Layout:
             if not found.isdisjoint(operation.input_names):
                 found.update(operation.output_names)
         return found
-
-    def gathered(self, operation: Op) -> int:
-        """Bytes per example gathered for an operation, as far as shapes are known."""
-        return sum(traffic_lib.bytes_of(tensor, spec) for tensor, spec
-                   in zip(operation.inputs, self.inputs_of(operation)) if isinstance(spec, Sharded))
 
     def all_fallbacks(self) -> Iterator[tuple[Layout, Op]]:
         """All fallbacks, in function bodies too, each with the layout that it belongs to."""

@@ -23,13 +23,11 @@ from towerstrategy.sharding.layout import LOOPS, Layout, Nested
 from towerstrategy.sharding.maker import Maker
 from towerstrategy.sharding.rules.registry import Op, Plan
 from towerstrategy.sharding.spec import (
+    PARTED,
     REPLICATED,
     Axes,
     ListOf,
-    Partial,
-    PerTower,
     Replicated,
-    Sharded,
     Size,
     Spec,
 )
@@ -235,7 +233,7 @@ class Partition:
             isinstance(spec, ListOf) for spec in plan.takes) else Lazily(whole)
         reads = isinstance(plan, Nested) and bool(operation.handles)  # what a later call may write
         if operation.has_effect or reads or not plan.gives or any(
-                isinstance(spec, (Sharded, Partial, ListOf, PerTower)) for spec in plan.gives):
+                isinstance(spec, PARTED) for spec in plan.gives):
             for tower in self._order:
                 part(tower)
         if reads and once is not None and any(isinstance(spec, Size) for spec in plan.gives):
@@ -244,7 +242,8 @@ class Partition:
                                 maker.home if plan.make is not None else "", of_shapes)
                    for index, (tensor, spec) in enumerate(zip(operation.outputs, plan.gives))]
         if isinstance(plan, Nested):
-            outputs = bodies.given_back(plan, values, outputs)
+            outputs = [values[index] if index in plan.only_read else output
+                       for index, output in enumerate(outputs)]
         return outputs if rows is None else [
             padding.without_padding(value, rows) for value in outputs]
 

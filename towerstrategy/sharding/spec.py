@@ -267,6 +267,7 @@ def has_known_rows(spec: Sharded | Size) -> bool:
 
 
 Spec = Union[Replicated, Sharded, Partial, Size, ListOf, PerTower]
+PARTED = (Sharded, Partial, ListOf, PerTower)  # specs of tensors of which nobody has the whole
 REPLICATED = Replicated()
 SUM = Partial("sum")
 MEAN = Partial("mean")

@@ -344,8 +344,8 @@ def _report(strategy: Any, layout: Layout) -> None:
     known = strategy.extended.done_with_all_rows
     for containing, operation in layout.all_fallbacks():
         if operation.type not in known:
-            known[operation.type] = operation.name, containing.gathered(operation), _tf.line_of(
-                operation.operation)
+            known[operation.type] = operation.name, sum(traffic.rows_before(
+                containing, operation).values()), _tf.line_of(operation.operation)
             _log.info("%s (%s) runs once, with the rows of all towers, as no rule shards it: "
                       "%d bytes per example are gathered. %s Its inputs: %s", operation.type,
                       *known[operation.type], ", ".join(

@@ -19,6 +19,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from towerstrategy.sharding.layout import Layout
 from towerstrategy.sharding.rules import registry
 from towerstrategy.sharding.rules.registry import Op, Plan
 from towerstrategy.sharding.spec import (
@@ -96,14 +97,14 @@ def of_strategy(strategy: Any, known_rows: int | None) -> Traffic:
     return Traffic(count, known_rows or guess, placement.on_cpu, cpus)
 
 
-def gather_early(layout: Any) -> None:
+def gather_early(layout: Layout) -> None:
     """Gathers rows before light operations whose outputs are gathered anyway and are larger.
 
     So the gradient of an embedding table crosses as the rows that were looked up, once: not as the
     rows that pooling repeats, and not a second time after an optimizer's operations on them.
 
     Args:
-      layout: a :class:`layout.Layout`, which is changed: such operations run once.
+      layout: it is changed: such operations run once.
     """
     # Tensor -> how many consumers take the towers' parts.
     in_parts = collections.Counter(tensor.name for tensor in layout.graph.outputs)
@@ -119,7 +120,7 @@ def gather_early(layout: Any) -> None:
                 in_parts[name] += 1
 
     light = [operation for operation in layout.parted if _is_movable(layout, operation)]
-    rows = {operation.name: _rows_before(layout, operation) for operation in light}
+    rows = {operation.name: rows_before(layout, operation) for operation in light}
 
     def before(operation: Op) -> int:
         return sum(least.get(name, bytes) for name, bytes in rows[operation.name].items())
@@ -141,19 +142,19 @@ def gather_early(layout: Any) -> None:
             layout.specs[out] = REPLICATED
 
 
-def cut_late(layout: Any) -> None:
+def cut_late(layout: Layout) -> None:
     """Cuts tensors that were made once after light operations, if these make them smaller.
 
     So a dropout's mask crosses, one byte per entry, instead of the random numbers.
 
     Args:
-      layout: a :class:`layout.Layout`, which is changed: such operations run once.
+      layout: it is changed: such operations run once.
     """
     there: set[str] = set()  # tensors that are sharded, but whole on a device already
     for operation in layout.parted:
         plan = layout.plans[operation.name]
         if not there.isdisjoint(operation.input_names) and _is_movable(layout, operation):
-            rows = _rows_before(layout, operation)
+            rows = rows_before(layout, operation)
             if rows and there.issuperset(rows) \
                     and bytes_of(operation.outputs[0], plan.gives[0]) <= sum(rows.values()):
                 plan = dataclasses.replace(registry.once(operation), gives=plan.gives)
@@ -162,13 +163,13 @@ def cut_late(layout: Any) -> None:
             there.update(operation.output_names)
 
 
-def add_up_early(layout: Any) -> None:
+def add_up_early(layout: Layout) -> None:
     """Adds up partial sums before linear operations, if the sums after them have more bytes.
 
     So a mean over rows that has several consumers crosses once, and a half crosses before its cast.
 
     Args:
-      layout: a :class:`layout.Layout`, which is changed: such operations run once.
+      layout: it is changed: such operations run once.
     """
     linear = {name for name, plan in layout.plans.items() if _is_linear_in_sum(plan)}
     if not linear:
@@ -198,22 +199,22 @@ def add_up_early(layout: Any) -> None:
             whole.update((term.name, operation.outputs[0].name))
 
 
-def _is_linear_in_sum(plan: Any) -> bool:
+def _is_linear_in_sum(plan: Plan) -> bool:
     """Whether an operation is linear in a partial sum; its other inputs are replicated."""
     return not plan.once and plan.make is None and plan.near is None \
         and list(plan.gives) == [SUM] and list(plan.takes).count(SUM) == 1 \
         and all(spec == SUM or isinstance(spec, Replicated) for spec in plan.takes)
 
 
-def _is_movable(layout: Any, operation: Op) -> bool:
+def _is_movable(layout: Layout, operation: Op) -> bool:
     """Whether an operation may run once instead of on each tower: it is light and shards rows."""
     plan = layout.plans.get(operation.name)
-    return isinstance(plan, Plan) and registry.is_light(operation.type) \
+    return plan is not None and registry.is_light(operation.type) \
         and len(operation.outputs) == 1 and isinstance(plan.gives[0], Sharded) and all(
             isinstance(spec, (Replicated, Sharded, Size)) for spec in plan.takes)
 
 
-def _rows_before(layout: Any, operation: Op) -> dict[str, int]:
+def rows_before(layout: Layout, operation: Op) -> dict[str, int]:
     """The sharded inputs of an operation, each with its bytes per example."""
     return {tensor.name: bytes_of(tensor, spec) for tensor, spec
             in zip(operation.inputs, layout.inputs_of(operation)) if isinstance(spec, Sharded)}

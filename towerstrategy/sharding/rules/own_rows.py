@@ -18,7 +18,6 @@ from towerstrategy import _tensorflow as _tf
 from towerstrategy.sharding.rules.entries import dimensions_in, entries_of, sizes_of
 from towerstrategy.sharding.rules.families import AS_IT_IS
 from towerstrategy.sharding.rules.registry import EACH, Op, Plan, plan_of, rule
-from towerstrategy.sharding.rules.scaling import is_zero
 from towerstrategy.sharding.spec import (
     REPLICATED,
     Chosen,
@@ -224,7 +223,7 @@ def _maximum(operation: tf.Operation, column: _Column | None) -> _RowNumbers | N
     """``tf.maximum(numbers, 0)``, as in the gradients of segment sums."""
     numbers, zero = operation.inputs
     moves = numbers.shape.rank != operation.outputs[0].shape.rank
-    return _row_numbers(numbers, column) if is_zero(zero) and not moves else None
+    return _row_numbers(numbers, column) if _number_in(zero) == 0 and not moves else None
 
 
 def _multiplied(operation: tf.Operation, column: _Column | None) -> _RowNumbers | None:

@@ -31,17 +31,13 @@ from towerstrategy.sharding.spec import (
 )
 
 
-def _size_of(spec: Sharded, shape: tf.TensorShape) -> Size:
-    return dataclasses.replace(spec.size, known=None if shape.rank is None else tuple(
-        shape.as_list()))
-
-
 @rule("Shape", "ShapeN")
 def shape(op: Op, specs: Sequence[Spec]) -> Plan | None:
     if any(isinstance(spec, ListOf) for spec in specs):
         return None
-    gives: list[Spec] = [_size_of(spec, tensor.shape) if isinstance(spec, Sharded)
-                         else REPLICATED for spec, tensor in zip(specs, op.inputs)]
+    gives: list[Spec] = [dataclasses.replace(
+        spec.size, known=None if tensor.shape.rank is None else tuple(tensor.shape.as_list()))
+        if isinstance(spec, Sharded) else REPLICATED for spec, tensor in zip(specs, op.inputs)]
 
     def whole(m: Any) -> list[Any]:
         dtype = op.outputs[0].dtype
