@@ -49,7 +49,8 @@ def homes(layout: Layout, devices: Mapping[str, str], merge: str,
                 for inner in plan.layouts:
                     _note_consumers_in(inner, operation, devices, merge, consumers)
             continue
-        device = _device_of_variable(operation, devices)
+        device = next(filter(None, [  # of the first variable whose handle it takes
+            devices.get(operation.input_names[place]) for place in operation.handles]), None)
         needed_on = [home for name in operation.output_names for home in consumers.get(name, ())]
         if device is None and len(set(needed_on)) == 1:
             device = needed_on[0]
@@ -94,12 +95,6 @@ def updates(layout: Layout) -> set[str]:
         else:
             needed_elsewhere.update(operation.before)
     return found
-
-
-def _device_of_variable(operation: Op, devices: Mapping[str, str]) -> str | None:
-    """The device of the first variable whose handle an operation takes, if it is in ``devices``."""
-    names = [operation.input_names[place] for place in operation.handles]
-    return next((devices[name] for name in names if devices.get(name)), None)
 
 
 def is_small(tensor: tf.Tensor) -> bool:

@@ -19,7 +19,7 @@ from towerstrategy.sharding.rules.entries import sizes_of
 from towerstrategy.sharding.rules.registry import EACH, HOST, Op
 from towerstrategy.sharding.spec import REPLICATED, Sharded, Size, has_known_rows
 from towerstrategy.sharding.towers import Towers
-from towerstrategy.sharding.values import Value
+from towerstrategy.sharding.values import Value, opened
 
 
 class Maker:
@@ -95,9 +95,9 @@ class Maker:
         return Value(self.towers, REPLICATED, tf.TensorShape([None]), whole).as_spec(
             spec.at(0)).parts()
 
-    def gathered(self, parts: list[Ref], spec: Sharded) -> Ref:
-        """The whole tensor of vectors, each tower's part."""
-        return Value(self.towers, spec, tf.TensorShape([None]), None, parts.__getitem__,
+    def gathered(self, parts: list[Ref], spec: Sharded, shape: tf.TensorShape) -> Ref:
+        """The whole tensor of these parts; ``shape`` may have another size along the rows."""
+        return Value(self.towers, spec, opened(shape, spec.dim), None, parts.__getitem__,
                      self.home).whole()
 
     def shares(self, index: int, dtype: tf.DType) -> list[Ref]:
@@ -132,10 +132,7 @@ class Maker:
                 size for dim, size in enumerate(static) if dim != spec.dim]:
             return self.make("Pack", [rows if dim == spec.dim else self.constant(size, dtype, HOST)
                                       for dim, size in enumerate(static)], HOST, axis=0)
-        first = self.own_shape(index, 0, dtype)
-        rows = self.make("Reshape", [rows, self.constant([1], tf.int32, HOST)], HOST)
-        return self.make("TensorScatterUpdate", [
-            first, self.constant([[spec.dim]], tf.int32, HOST), rows], HOST)
+        return self.towers.with_entry(self.own_shape(index, 0, dtype), spec.dim, rows)
 
     def own_shape(self, index: int, tower: int, dtype: tf.DType) -> Ref:
         """The shape of a tower's part of an input.

@@ -70,7 +70,7 @@ def diag_part(op: Op, specs: Sequence[Spec]) -> Plan | None:
         own = m.make("SelectV2", [m.make("Equal", _positions(m, spec), EACH), m.parts(0),
                                   m.constant(0, dtype, EACH)], EACH)
         rows = m.make("Sum", [own, m.constant(1 - spec.dim, tf.int32, EACH)], EACH)
-        whole = m.gathered(rows, spec.at(0))
+        whole = m.gathered(rows, spec.at(0), tf.TensorShape([None]))
         size = m.make("Minimum", [m.rows(0, tf.int64), _other_size(m, spec)[0]], HOST)
         diagonal = m.make("Slice", [whole, m.constant([0], tf.int64, None), m.make(
             "Reshape", [size, m.constant([1], tf.int32, None)], None)], None)

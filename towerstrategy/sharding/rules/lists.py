@@ -14,7 +14,7 @@ import tensorflow as tf
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.sharding.rules.dimensions import is_plain
 from towerstrategy.sharding.rules.entries import entries_of
-from towerstrategy.sharding.rules.registry import EACH, Op, Plan, rule
+from towerstrategy.sharding.rules.registry import EACH, HOST, Op, Plan, rule
 from towerstrategy.sharding.rules.shapes import static_sizes
 from towerstrategy.sharding.spec import (
     REPLICATED,
@@ -179,14 +179,9 @@ def element_shape(op: Op, specs: Sequence[Spec]) -> Plan | None:
         return Plan([list_spec], [REPLICATED])
 
     def whole(m: Any) -> list[Any]:
-        first, *others = m.copy([m.parts(0)], EACH)[0]
-        dtype = op.outputs[0].dtype
-        dim = m.constant([element.dim], tf.int32, None)
-        rows = [m.make("Gather", [shape, dim], None) for shape in (first, *others)]
-        total = m.make("Maximum", [m.towers.add_up(rows, m.towers.merge),
-                                   m.constant(-1, dtype, None)], None)
-        return [m.make("TensorScatterUpdate", [
-            first, m.constant([[element.dim]], tf.int32, None), total], None)]
+        shapes = m.copy([m.parts(0)], EACH)[0]
+        rows = m.towers.add_up(m.entries(shapes, element.dim), m.towers.host)
+        total = m.make("Maximum", [rows, m.constant(-1, op.outputs[0].dtype, HOST)], HOST)
+        return [m.towers.with_entry(shapes[0], element.dim, total)]
 
-    size = element.size
-    return Plan([list_spec], [size], whole=whole)
+    return Plan([list_spec], [element.size], whole=whole)

@@ -161,18 +161,13 @@ def _first_rows(op: Op, spec: Sharded) -> Plan | None:
     if steps[spec.dim] < 1 or last <= 0 or at_end and not one \
             or begin[spec.dim] < 0 and not at_begin:
         return None
-    whole_shape = tf.TensorShape([None if dim == spec.dim else size
-                                  for dim, size in enumerate(op.inputs[0].shape)])
-
     def make(m: Any) -> list[Any]:
         row_dim = np.eye(spec.dim + 1, dtype=int)[spec.dim]
         limits = [m.constant(numbers, tf.int32, EACH)
                   for numbers in (0 * row_dim, last * row_dim, 0 * row_dim + 1)]
         mask = (1 << spec.dim) - 1  # the dimensions in front are whole
         parts = m.make("StridedSlice", [m.parts(0), *limits], EACH, begin_mask=mask, end_mask=mask)
-        rows = m.make("ConcatV2", [*parts, m.constant(spec.dim, tf.int32, None)], None,
-                      N=len(parts)) if len(parts) > 1 else parts[0]
-        rows = m.towers.across.cross("gather", rows, m.home, whole_shape, spec.dim)
+        rows = m.gathered(parts, spec, op.inputs[0].shape)
         return [m.copy([rows, *[m.whole(index) for index in (1, 2, 3)]], None) * len(parts)]
 
     return Plan([spec, REPLICATED, REPLICATED, REPLICATED], [REPLICATED], make)
