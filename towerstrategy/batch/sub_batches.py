@@ -95,11 +95,12 @@ class SubBatches(_tf.PerReplica):
     @property
     def _type_spec(self) -> SubBatchesSpec:
         specs = [tf.type_spec_from_value(value) for value in self._values]
-        if self.open_rows:
-            specs = [with_any_rows(spec) for spec in specs]
-        if self.rows is not None:
-            specs.append(tf.TensorSpec(self.rows.shape, tf.int64))
-        return SubBatchesSpec(*specs, batch=self.batch, counted=self.rows is not None)
+        return self.spec_of([with_any_rows(spec) for spec in specs] if self.open_rows else specs)
+
+    def spec_of(self, specs: Sequence[tf.TypeSpec]) -> SubBatchesSpec:
+        """The type spec of sub-batches like these, with these specs of the towers' parts."""
+        counts = [] if self.rows is None else [tf.TensorSpec(self.rows.shape, tf.int64)]
+        return SubBatchesSpec(*specs, *counts, batch=self.batch, counted=self.rows is not None)
 
 
 def row_counts(batches: SubBatches) -> list[rows_lib.Rows]:

@@ -256,11 +256,8 @@ def _spec_of_leaf(name: str, spec: Any, value: Any) -> Any:
         raise ValueError(f"{name} must have the {spec.shape[0]} rows that input_signature says, "
                          f"{spec!r}, but the towers have {rows}.")
     specs = [wanted] * len(parts)
-    if not isinstance(value, sub_batches.SubBatches):
-        return _tf.PerReplicaSpec(*specs)
-    if value.rows is not None:
-        specs.append(tf.TensorSpec(value.rows.shape, tf.int64))
-    return sub_batches.SubBatchesSpec(*specs, batch=value.batch, counted=value.rows is not None)
+    return value.spec_of(specs) if isinstance(value, sub_batches.SubBatches) \
+        else _tf.PerReplicaSpec(*specs)
 
 
 def _warn_of_whole_batches(strategy: Any, name: str, args: Any) -> None:

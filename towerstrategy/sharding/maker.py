@@ -6,7 +6,6 @@ nodes on the towers, on the host or on the merge device.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -116,12 +115,11 @@ class Maker:
             return self.each(lambda tower: towers.start(spec, dtype, tower))
         sizes = value.parts() if value.shape.rank == 0 else self.entries(self.make(  # or unknown
             "Reshape", [value.parts(), self.constant([-1], tf.int32, HOST)], HOST), spec.at)
-        if sizes[0].dtype != dtype:
-            sizes = self.make("Cast", [sizes], HOST, DstT=dtype)
-        *ends, here = itertools.accumulate(
-            sizes, lambda total, size: self.make("AddV2", [total, size], HOST))
-        earlier = towers.sum_of_earlier(here, dtype)
-        return [earlier, *(self.make("AddV2", [earlier, end], HOST) for end in ends)]
+        before = self.make("Cumsum", [towers.of_all_workers(sizes), towers.number(0, tf.int32)],
+                           HOST, exclusive=True)
+        offsets = self.each(lambda tower: towers.entry(before, towers.first + tower))
+        return offsets if sizes[0].dtype == dtype else self.make(
+            "Cast", [offsets], HOST, DstT=dtype)
 
     def shape(self, index: int, dtype: tf.DType) -> Ref:
         """The shape of the whole tensor of a sharded input."""

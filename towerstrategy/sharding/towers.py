@@ -158,16 +158,15 @@ class Towers:
     def counts(self, batch: str = "") -> Ref:
         """The number of rows of each tower of all workers, a vector."""
         counts = self._counts(None, tf.int64, batch)
-        return counts if counts is not None else self._from_all_workers(
-            [self.count(tower, tf.int64, batch) for tower in range(len(self))], self.first,
-            self.replicas)
+        return counts if counts is not None else self.of_all_workers(
+            [self.count(tower, tf.int64, batch) for tower in range(len(self))])
 
-    def _from_all_workers(self, numbers: Sequence[Ref], first: int, count: int) -> Ref:
-        """A vector of ``count`` numbers of all workers, this one's ``numbers`` at ``first``."""
-        paddings = self.number([[first, count - first - len(numbers)]], tf.int32)
+    def of_all_workers(self, numbers: Sequence[Ref]) -> Ref:
+        """A vector with a number for each tower of all workers; ``numbers`` are these towers'."""
+        paddings = self.number([[self.first, self.replicas - self.first - len(self)]], tf.int32)
         padded = self.on_host("PadV2", self.on_host("Pack", *numbers, axis=0), paddings,
                               self.number(0, numbers[0].dtype))
-        return self.across.cross("sum", padded, self.host, tf.TensorShape([count]))
+        return self.across.cross("sum", padded, self.host, tf.TensorShape([self.replicas]))
 
     @cached
     def total(self, dtype: tf.DType = tf.int64, batch: str = "") -> Ref:
@@ -209,14 +208,6 @@ class Towers:
         if self.across.workers is None:
             return self.number(0, dtype)
         return self._sum_of_first(self.counts(batch), self.first, dtype)
-
-    def sum_of_earlier(self, number: Ref, dtype: tf.DType) -> Ref:
-        """The sum of a number over the workers before this one."""
-        workers = self.across.workers
-        if workers is None:
-            return self.number(0, dtype)
-        numbers = self._from_all_workers([number], workers.index, workers.count)
-        return self._sum_of_first(numbers, workers.index, dtype)
 
     def _sum_of_first(self, vector: Ref, count: int, dtype: tf.DType) -> Ref:
         """The sum of the first ``count`` entries of a vector."""

@@ -64,12 +64,9 @@ def reshape(op: Op, specs: Sequence[Spec]) -> Plan | None:
 def _is_identity(op: Op) -> bool:
     """Whether a transpose or a reshape is known to return its input as it is."""
     if op.type == "Transpose":
-        return _keeps_order(op.value(1))
+        order = entries_of(op.inputs[1])
+        return order is not None and list(order) == list(range(len(order)))
     return op.type == "Reshape" and reshapes.is_identity(op)
-
-
-def _keeps_order(permutation: Any) -> bool:
-    return permutation is not None and list(permutation) == list(range(len(permutation)))
 
 
 def _with_new(axis: int, rank: int | None) -> str | None:
@@ -95,10 +92,10 @@ def squeeze(op: Op, specs: Sequence[Spec]) -> Plan | None:
 @_view("Transpose", "ConjugateTranspose", light=True)
 def transpose(op: Op, specs: Sequence[Spec]) -> Plan | None:
     order = entries_of(op.inputs[1])
-    order = None if order is None or None in order else order
-    if op.type == "Transpose" and _keeps_order(order) and isinstance(specs[0], Sharded):
-        return Plan(specs, specs[:1], passes=True)
-    return None if order is None else by_names(op, specs, [DIMS], [[DIMS[dim] for dim in order]])
+    if order is None or None in order:
+        return None
+    plan = by_names(op, specs, [DIMS], [[DIMS[dim] for dim in order]])
+    return plan and dataclasses.replace(plan, passes=_is_identity(op))
 
 
 @_view("ConcatV2", data=slice(-1))
