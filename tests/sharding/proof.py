@@ -435,7 +435,7 @@ def _with_all_parts(claim: Layout) -> Layout:
 
 def _counts(spec: Sharded | Size, rows: tuple[int, ...], size: int) -> list[int]:
     """The number of positions, of ``size``, that each tower has."""
-    numbers = positions(Sharded(0, 1, spec.group).pieces)
+    numbers = positions([Sharded(0, 1, spec.group)])
     times = size // (BATCH * sum(numbers.values()))
     return [
         times * sum(number * _rows_of(batch, rows)[tower] for batch, number in numbers.items())
@@ -519,7 +519,7 @@ def _parts_problem(
     if isinstance(spec, Sharded):
         if wanted.shape[spec.dim] % BATCH and not spec.group:
             return f"{wanted.shape} along {spec.dim} is not the batch's"
-        times = spec.times and sum(positions(spec.pieces).values())
+        times = spec.times and sum(positions([spec]).values())
         if times is not None and wanted.shape[spec.dim] != BATCH * times:
             return f"{wanted.shape} along {spec.dim} is not {spec.times} a row"
         counts = _counts(spec, rows, wanted.shape[spec.dim])
@@ -538,7 +538,7 @@ def _parts_problem(
             counts = _counts(spec, rows, int(entry)) if at == spec.at else [entry] * len(have)
             if have != counts and (entry != -1 or set(have) != {-1}):  # -1: unknown, in a shape
                 return f"towers have {have} in place of {counts} in entry {at}"
-        times = spec.times and sum(positions(spec.pieces).values())
+        times = spec.times and sum(positions([spec]).values())
         if times is not None and np.ravel(wanted)[spec.at] not in (BATCH * times, -1):
             return f"{wanted} is not {spec.times} a row"
         return ""

@@ -175,11 +175,6 @@ class Size:
     group: Group = ""
     known: tuple[int | None, ...] | None = None
 
-    @property
-    def pieces(self) -> tuple[Sharded, ...]:
-        """See :attr:`Sharded.pieces`."""
-        return self.shards(self.at).pieces
-
     def moved(self, at: int) -> Size:
         """The same number of rows at another index of another tensor."""
         return Size(at, self.times, self.group)
@@ -237,11 +232,12 @@ def parts_of(spec: Sharded | Size) -> tuple[tuple[str | Chosen, int], ...]:
     return spec.group.parts if isinstance(spec.group, Concatenated) else ((spec.group, 1),)
 
 
-def positions(pieces: Sequence[Sharded]) -> Mapping[Group, int]:
-    """How many positions pieces with known ``times`` have for each example of each batch."""
+def positions(specs: Sequence[Sharded | Size]) -> Mapping[Group, int]:
+    """How many positions specs with known ``times`` have for each example of each batch."""
     numbers: collections.Counter[Group] = collections.Counter()
-    for piece in pieces:
-        numbers[piece.group] += piece.times or 0
+    for spec in specs:
+        for group, number in parts_of(spec):
+            numbers[group] += number * (spec.times or 0)
     return numbers
 
 
@@ -250,7 +246,7 @@ def of_batch(spec: Sharded | Size) -> bool:
     return not spec.group
 
 
-def in_one_block(spec: Sharded | Size) -> bool:
+def in_one_piece(spec: Sharded | Size) -> bool:
     """Whether a tower's positions are consecutive ones of the whole tensor's."""
     return not isinstance(spec.group, Concatenated)
 

@@ -28,7 +28,7 @@ from towerstrategy.sharding.spec import (
     Size,
     Spec,
     has_known_rows,
-    in_one_block,
+    in_one_piece,
 )
 from towerstrategy.sharding.towers import Towers
 from towerstrategy.sharding.traffic import MANY_ROWS
@@ -193,7 +193,7 @@ class Value:
             return parts[0]
         device, whole = self.device or towers.merge, parts[0]
         if isinstance(self.spec, Sharded):
-            if not in_one_block(self.spec):
+            if not in_one_piece(self.spec):
                 return self._merged_pieces(self.spec, device)
             towers.note("gather")
             if len(parts) > 1:

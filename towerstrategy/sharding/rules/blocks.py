@@ -91,7 +91,7 @@ def _pieces_in(op: Op, pieces: Sequence[Sharded], index: int, limit: Spec) -> in
         return 0 if entries is not None and entries[pieces[0].dim] == 0 else None
     if limit.at != pieces[0].dim or not limit.times or not pieces[0].times:
         return None
-    counted = positions(limit.pieces)
+    counted = positions([limit])
     return next((count for count in range(len(pieces) + 1)
                  if positions(pieces[:count]) == counted), None)
 

@@ -26,7 +26,7 @@ from towerstrategy.sharding.spec import (
     Spec,
     can_be_cut,
     has_known_rows,
-    in_one_block,
+    in_one_piece,
 )
 
 _PHILOX = (tf.random.Algorithm.PHILOX.value, tf.random.Algorithm.AUTO_SELECT.value)
@@ -40,7 +40,7 @@ _RESERVED = {"StatelessTruncatedNormalV2": 256 // 4}
 def draw(op: Op, specs: Sequence[Spec]) -> Plan | None:
     size, algorithm = specs[0], op.value(3)
     if not isinstance(size, Size) or not all(map(is_plain, specs[1:])) or algorithm is None \
-            or int(algorithm) not in _PHILOX or not in_one_block(size):
+            or int(algorithm) not in _PHILOX or not in_one_piece(size):
         return None
     sizes = shapes.static_sizes(op, 0, size)
     if sizes is None or any(before != 1 for before in sizes[:size.at]):

@@ -24,7 +24,7 @@ from towerstrategy.sharding.spec import (
     Sharded,
     Size,
     Spec,
-    in_one_block,
+    in_one_piece,
     of_batch,
 )
 
@@ -81,7 +81,7 @@ def in_own_rows(op: Op, specs: Sequence[Spec], indices: int, batch: int, beside:
         return Plan([REPLICATED] * len(specs), gives, once=True, alone=0)
     times = group.times if group and numbers.chosen == "positions" else numbers.times
     name = group.batch if group else spec.group
-    if not in_one_block(spec) or rows != Sharded(0, times, name) or times is None \
+    if not in_one_piece(spec) or rows != Sharded(0, times, name) or times is None \
             or column is not None and (tensor.shape[-1] is None
                                        or tensor.shape.rank == spec.dim + 1):
         return None

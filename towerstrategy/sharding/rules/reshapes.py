@@ -84,8 +84,8 @@ def _spec_after(before: Sequence[Any] | None, after: Sequence[Any], spec: Sharde
                 target: Spec) -> Sharded | None:
     """The spec of the output; None if its rows are in no dimension.
 
-    The sizes in front of the rows stay in front, or become blocks of rows, or are made from such
-    blocks.  The sizes behind the rows stay behind, or are merged with the rows, or split off them.
+    The sizes in front of the rows stay in front, or repeat the rows, in pieces, or are made from
+    such.  The sizes behind the rows stay behind, or are merged with the rows, or split off them.
     """
     if isinstance(target, Size) and spec.group == target.group and spec.dim == target.at == 0:
         return dataclasses.replace(spec, times=target.times)
@@ -100,7 +100,7 @@ def _spec_after(before: Sequence[Any] | None, after: Sequence[Any], spec: Sharde
             if spec.group == target.group and (front == ONE or same_times):
                 # All else is in front of the rows, as before, or behind them.
                 return dataclasses.replace(spec, dim=at, times=target.times)
-            if result is not None and positions(result.pieces) == positions(target.pieces):
+            if result is not None and positions([result]) == positions([target]):
                 return result
         elif result is not None and (after[at] is None or isinstance(after[at], int)
                                      and before[spec.dim] is not None):

@@ -27,7 +27,7 @@ from towerstrategy.sharding.spec import (
     Sizes,
     Spec,
     has_known_rows,
-    in_one_block,
+    in_one_piece,
 )
 
 
@@ -268,7 +268,7 @@ def range_(op: Op, specs: Sequence[Spec]) -> Plan | None:
         return None
     if op.value(0) is None or int(op.value(0)) or op.value(2) is None or int(op.value(2)) != 1:
         return None
-    if not in_one_block(limit):  # a tower's rows do not have consecutive numbers
+    if not in_one_piece(limit):  # a tower's rows do not have consecutive numbers
         return dataclasses.replace(once(op), gives=[limit.shards(0)])
 
     def make(m: Any) -> list[list[Any]]:

@@ -25,7 +25,7 @@ from towerstrategy.sharding.spec import (
     Size,
     Spec,
     concatenated,
-    in_one_block,
+    in_one_piece,
 )
 
 
@@ -150,7 +150,7 @@ def _first_rows(op: Op, spec: Sharded) -> Plan | None:
     """Plan of a slice that ends at a known row n: it is made from each tower's first n rows."""
     begin, end, steps = (op.value(index) for index in (1, 2, 3))
     if begin is None or end is None or steps is None or len(begin) <= spec.dim or not op.rank(0) \
-            or not in_one_block(spec) or op.attr("ellipsis_mask") or op.attr("new_axis_mask"):
+            or not in_one_piece(spec) or op.attr("ellipsis_mask") or op.attr("new_axis_mask"):
         return None
     at_begin, at_end, one = (op.attr(f"{name}_mask") >> spec.dim & 1
                              for name in ("begin", "end", "shrink_axis"))
