@@ -238,12 +238,10 @@ class Partition:
                 part(tower)
         if reads and once is not None and any(isinstance(spec, Size) for spec in plan.gives):
             once()
-        outputs = [self._output(towers, tensor, spec, index, part, once,
-                                maker.home if plan.make is not None else "", of_shapes)
-                   for index, (tensor, spec) in enumerate(zip(operation.outputs, plan.gives))]
-        if isinstance(plan, Nested):
-            outputs = [values[index] if index in plan.only_read else output
-                       for index, output in enumerate(outputs)]
+        only_read = plan.only_read if isinstance(plan, Nested) else ()
+        outputs = [values[index] if index in only_read else self._output(
+            towers, tensor, spec, index, part, once, maker.home if plan.make is not None else "",
+            of_shapes) for index, (tensor, spec) in enumerate(zip(operation.outputs, plan.gives))]
         return outputs if rows is None else [
             padding.without_padding(value, rows) for value in outputs]
 
