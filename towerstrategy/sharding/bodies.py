@@ -43,7 +43,7 @@ class Body:
                  values: Sequence[Value], operation: Op, only_read: Set[int],
                  read: Callable[[Value, Op], Value]) -> None:
         self._outer, self.layout, self._only_read, self._read = outer, layout, only_read, read
-        self._specs = [spec.given if isinstance(spec, Sharded) else spec for spec in specs]
+        self.specs = [spec.given if isinstance(spec, Sharded) else spec for spec in specs]
         self.graph = _tf.new_function_graph(layout.graph, operation.name)
         self.extras: dict[Any, Extra] = {}
         self._placeholders: dict[Any, tf.Tensor] = {}
@@ -70,7 +70,7 @@ class Body:
                 yield builder.take(placeholders[-1]), ""
 
         for index, (spec, value, inner) in enumerate(zip(
-                self._specs, values, self.layout.graph.inputs)):
+                self.specs, values, self.layout.graph.inputs)):
             if index in self._only_read:
                 inputs.append(self._argument(index, inner, value))
                 inputs[-1].read = functools.partial(self._read_outside, index, value)

@@ -18,6 +18,8 @@ from towerstrategy.sharding.spec import (
     OptionalOf,
     Partial,
     Replicated,
+    Row,
+    RowList,
     Sharded,
     Spec,
     can_be_cut,
@@ -30,14 +32,14 @@ def can_become(spec: Spec, wanted: Spec) -> bool:
     if spec == wanted:
         return True
     if isinstance(wanted, Replicated):
-        return not isinstance(spec, ListOf)
+        return not isinstance(spec, (ListOf, Row)) or isinstance(spec, RowList) and spec.is_new
     if isinstance(wanted, Sharded):
         return spec == wanted.given or can_be_cut(wanted) and not isinstance(spec, ListOf)
     if isinstance(wanted, Partial):
         return wanted == SUM and not isinstance(spec, ListOf)
     if isinstance(wanted, ListOf):
         return isinstance(spec, (ListOf, Replicated))
-    return False
+    return isinstance(wanted, Row)
 
 
 def branch_output(condition: Any, specs: Sequence[Spec],
@@ -52,7 +54,7 @@ def branch_output(condition: Any, specs: Sequence[Spec],
     """
     first = specs[0]
     if all(spec == first for spec in specs):
-        return first
+        return dataclasses.replace(first, is_new=False) if isinstance(first, RowList) else first
     lists = [spec for spec in specs if isinstance(spec, ListOf)]
     if lists:
         element = next((each.element for each in lists if each.element is not None), None)

@@ -28,6 +28,8 @@ from towerstrategy.sharding.spec import (
     Axes,
     ListOf,
     Replicated,
+    Row,
+    RowList,
     Size,
     Spec,
 )
@@ -230,7 +232,7 @@ class Partition:
                 controls)
 
         once = None if plan.whole is None and any(
-            isinstance(spec, ListOf) for spec in plan.takes) else Lazily(whole)
+            isinstance(spec, (ListOf, Row)) for spec in plan.takes) else Lazily(whole)
         reads = isinstance(plan, Nested) and bool(operation.handles)  # what a later call may write
         if operation.has_effect or reads or not plan.gives or any(
                 isinstance(spec, PARTED) for spec in plan.gives):
@@ -276,7 +278,7 @@ class Partition:
         if isinstance(spec, Axes) and whole is not None:
             return Value(towers, spec, tensor.shape, whole.output(index))
         part = parts.output(index)
-        if isinstance(spec, Size):
+        if isinstance(spec, (Size, RowList)):
             return Value(towers, spec, tensor.shape,
                          None if whole is None else whole.output(index), part)
         if isinstance(spec, Replicated):  # each tower makes the same value
@@ -314,10 +316,9 @@ class Partition:
 
     def _on_one_tower(self, operation: Op, plan: Any, values: Sequence[Value],
                       controls: list[str], towers: Towers, tower: int) -> list[Any]:
-        """The outputs of a branch or loop that a tower runs by itself.
+        """The outputs of a branch or loop that a tower runs by itself, by functions of its own.
 
-        Its functions are its own: TensorFlow colocates operations by the names in a function that
-        several towers call.
+        TensorFlow colocates operations by the names in a function that several towers call.
         """
         alone, own = towers.alone(tower), []
         taken = {*operation.handles} - plan.only_read
@@ -337,11 +338,12 @@ class Partition:
         functions = [bodies.Body(towers, layout, plan.takes[first:], values[first:], operation,
                                  plan.only_read, functools.partial(self._read, controls))
                      for layout in plan.layouts]
+        gives = functions[-1].specs if loop else plan.gives
         for number, body in enumerate(functions):
             partition = self._inner(body.towers)
             results = partition.run(body.layout, body.values, output_devices=(
                 () if loop else self._output_devices(operation)))
-            body.set_results(results, plan.gives if number or not loop else [REPLICATED],
+            body.set_results(results, gives if number or not loop else [REPLICATED],
                              partition, returns_inputs=loop and number == 1)
         refs = [ref for index, value in enumerate(values[first:]) if index not in plan.only_read
                 for ref in bodies.refs_of(value)]
@@ -368,7 +370,7 @@ class Partition:
         outputs_left = zip(outputs, functions[-1].ends)
         return [values[index] if index in plan.only_read else bodies.value_of(
             towers, spec, tensor.shape, outputs_left)
-            for index, (tensor, spec) in enumerate(zip(operation.outputs, plan.gives))]
+            for index, (tensor, spec) in enumerate(zip(operation.outputs, gives))]
 
     def _read(self, controls: Sequence[str], value: Value, operation: Op) -> Value:
         """What an operation of a loop reads of a variable: ``value`` is read before the loop."""

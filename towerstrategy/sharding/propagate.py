@@ -19,7 +19,7 @@ import tensorflow as tf
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.sharding import graphs, joined, traffic as traffic_lib
 from towerstrategy.sharding.layout import BRANCHES, LOOPS, Layout, Nested, only_read
-from towerstrategy.sharding.rules import lists, registry, scaling
+from towerstrategy.sharding.rules import lists, registry, row_loops, scaling
 from towerstrategy.sharding.rules.registry import Op, Plan
 from towerstrategy.sharding.spec import (
     MEAN,
@@ -28,7 +28,10 @@ from towerstrategy.sharding.spec import (
     ListOf,
     OptionalOf,
     Partial,
+    Position,
     Replicated,
+    Row,
+    RowList,
     Sharded,
     Size,
     Spec,
@@ -54,7 +57,7 @@ def propagate(graph: Any, inputs: Sequence[Spec],
     Raises:
       TypeError: a user's rule returned something other than a valid plan.
     """
-    for refused in ((), (OptionalOf,)):
+    for refused in ((), (RowList,), (RowList, OptionalOf)):
         with contextlib.suppress(CannotGather):
             return _Propagation(graph, refused, traffic).layout(graph, inputs)
     return _Propagation(graph, (ListOf,), traffic).layout(graph, inputs)
@@ -79,6 +82,7 @@ class _Propagation:
         self._shared: set[Any] = set()  # branches and loops, with their inputs' specs, not local
         self._arguments: dict[tuple[Any, str], tf.Tensor] = {}  # (body, its input) -> outer tensor
         self._bodies: dict[tf.Operation, Any] = {}  # call -> the body that it calls
+        self._has_row_lists = False
         self._loop_bodies: set[Any] = set()  # their inputs change from iteration to iteration
 
     def layout(self, graph: Any, inputs: Sequence[Spec]) -> Layout:
@@ -111,27 +115,20 @@ class _Propagation:
         specs = layout.inputs_of(operation)
         nests = operation.has_effect and (operation.is_call or operation.type in BRANCHES) \
             and not _tf.is_compiled(operation.operation)  # each write runs where its variable lives
-        plan: Plan | None
         if specs.count(REPLICATED) == len(specs) and not nests:
             layout.plans[operation.name] = plan = registry.once(operation)
             return plan.gives
         layout.parted.append(operation)
-        enters = nests or not all(isinstance(spec, Replicated) for spec in specs)
-        if enters and operation.is_call:
-            plan = self._call(operation, specs)
-        elif enters and operation.type in (*BRANCHES, *LOOPS):
-            plan = self._control_flow(operation, specs)
-        else:
-            plan = registry.plan_of(operation, specs)
-            if plan is None and self._keeps_parts:
-                plan = scaling.plan_of_parts(operation, specs)
-                self._kept += plan is not None
-        if plan is None or not self._can_redistribute(operation, specs, plan):
-            if any(isinstance(spec, ListOf) for spec in specs):
-                raise CannotGather(operation.type)
+        found = self._plan(operation, specs, nests)
+        if found is not None and self._can_redistribute(operation, specs, found):
+            plan = found
+        elif all(joined.can_become(spec, REPLICATED) for spec in specs):
             plan = registry.once(operation)
-        if plan.once and any(isinstance(spec, Sharded) for spec in specs) \
-                and not operation.writes_variables:
+        else:
+            raise CannotGather(operation.type)
+        if any(isinstance(wanted, Replicated) and isinstance(
+                spec, (Sharded, RowList) if plan.once else RowList)
+               for spec, wanted in zip(specs, plan.takes)) and not operation.writes_variables:
             layout.fallbacks.append(operation)  # not sparse updates, which always take all rows
         if not self._depth and not isinstance(plan, Nested):
             plan = self._traffic.cheaper(operation, plan, list(specs))
@@ -141,6 +138,26 @@ class _Propagation:
         if operation.outputs and layout.graph is self._graph:  # other callers share a body's shapes
             registry.set_static_shape(operation.outputs[0], plan)
         return plan.gives
+
+    def _plan(self, operation: Op, specs: Sequence[Spec], nests: bool) -> Plan | None:
+        """The plan of an operation with such inputs; None if it runs once, with all rows."""
+        if self._has_row_lists or operation.type in row_loops.NEW_LISTS:
+            self._has_row_lists = True
+            plan = row_loops.plan_of(operation, specs)
+            if plan is not None:
+                return plan
+        if nests or not all(isinstance(spec, Replicated) for spec in specs):
+            if operation.is_call:
+                return self._call(operation, specs)
+            if operation.type in (*BRANCHES, *LOOPS):
+                return self._control_flow(operation, specs)
+        if self._has_row_lists:
+            specs = row_loops.gathered(specs)
+        plan = registry.plan_of(operation, specs)
+        if plan is None and self._keeps_parts:
+            plan = scaling.plan_of_parts(operation, specs)
+            self._kept += plan is not None
+        return plan
 
     def _can_redistribute(self, operation: Op, specs: Sequence[Spec], plan: Plan) -> bool:
         """Whether each input can be redistributed to the spec that the plan takes."""
@@ -243,6 +260,13 @@ class _Propagation:
             self._origin(tensor, through_loops=False) if tensor.dtype == tf.variant else tensor
             for tensor in operation.inputs])
         are_read = graphs.are_read(condition, body)
+        over_rows = self._loop_over_rows(operation, specs, condition, body)
+        if over_rows is not None:
+            return over_rows
+        if not all(joined.can_become(spec, REPLICATED) for spec in specs
+                   if isinstance(spec, RowList)):
+            raise CannotGather(operation.type)
+        specs = row_loops.gathered(specs)
         settled = self._fixpoint(body, operation, specs, are_read)
         if settled is None:
             return None
@@ -263,6 +287,29 @@ class _Propagation:
                  for before, after in zip(specs, variables)]
         return Nested(takes, variables, layouts=[tested, layout], local=local,
                       only_read=only_read(operation, [tested, layout]))
+
+    def _loop_over_rows(self, operation: Op, specs: Sequence[Spec], condition: Any, body: Any
+                        ) -> Nested | None:
+        """The plan of a loop whose iterations are the rows, each independent of the others."""
+        if not any(isinstance(spec, (Size, Sharded)) for spec in specs):
+            return None
+        starts = [self._origin(tensor, through_loops=False) for tensor in operation.inputs]
+        counters, self._has_row_lists = row_loops.with_counters(body, starts, specs), True
+        with contextlib.suppress(row_loops.DependsOnOthers, CannotGather):
+            more, = self.layout(condition, counters).outputs
+            before: list[Spec] | None = None
+            variables = row_loops.variables(body, starts, counters, more)
+            while variables is not None and variables != before:
+                before, layout = variables, self.layout(body, variables)
+                variables = row_loops.settled(before, layout.outputs)
+            if variables is not None:
+                layouts = [self.layout(condition, variables), layout]
+                if layouts[0].outputs == [more] and all(
+                        is_local(each, each.outputs) for each in layouts):
+                    takes, gives = row_loops.outside(variables, layout.outputs)
+                    return Nested(takes, gives, layouts=layouts, local=True,
+                                  only_read=only_read(operation, layouts))
+        return None
 
     def _fixpoint(self, body: Any, operation: Op, specs: Sequence[Spec],
                   are_read: Sequence[bool]) -> tuple[list[Spec], Layout] | None:
@@ -327,4 +374,5 @@ def _match(specs: Sequence[Spec], takes: Sequence[Spec], compiled: bool = False)
                or isinstance(spec, Replicated) and (
         isinstance(wanted, (Replicated, ListOf)) or wanted == SUM and not compiled)
         or isinstance(spec, ListOf) and isinstance(wanted, ListOf)
+        or isinstance(spec, Position) and isinstance(wanted, Row) and not compiled
         for spec, wanted in zip(specs, takes))

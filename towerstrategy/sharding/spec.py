@@ -13,7 +13,11 @@ A step is traced once, with all rows of the global batch.  Each of its tensors h
 * :class:`Size`: an integer or a vector of integers that has an entry that counts rows.  It has two
   values: the whole batch's and each tower's.  Arithmetic uses the batch's value; the shape of a
   sharded tensor uses the tower's;
-* :class:`ListOf`: each tower has a ``TensorList`` of its own.
+* :class:`ListOf`: each tower has a ``TensorList`` of its own; :class:`RowList`: one with an entry
+  for each of its rows.
+
+Each tower runs the iterations of a loop over the rows for its own rows.  In such a loop, a
+:class:`Row` and its subclasses are tensors that differ from row to row.
 
 In a function given to ``strategy.run``, tensors are replicated or :class:`PerTower`.
 """
@@ -204,6 +208,65 @@ class OptionalOf(ListOf):
 
 
 @dataclasses.dataclass(frozen=True)
+class RowList(ListOf):
+    """Each tower has a ``TensorList`` of its rows' entries; joined, they are the whole list.
+
+    Attributes:
+      rows: how many rows there are.
+      is_new: whether the op that makes it can make the whole list as well.
+    """
+
+    rows: Size = Size()
+    is_new: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """In a loop over the rows: what one device has in the iteration of the same row."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Position(Row):
+    """The number of the row, or of the one after it (``ahead`` 1); a tower counts its own rows.
+
+    Attributes:
+      rows: how many rows there are; None while that is unknown.
+    """
+
+    rows: Size | None = None
+    ahead: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class MoreRows(Row):
+    """Whether ``rows`` has a row at the position."""
+
+    rows: Size
+
+
+@dataclasses.dataclass(frozen=True)
+class Index(Row):
+    """A vector of which the first entry is a :class:`Position`, with the same attributes."""
+
+    rows: Size | None
+    ahead: int
+
+
+@dataclasses.dataclass(frozen=True)
+class InRow(Row):
+    """A tensor like one with spec ``shards`` that is zero in all rows but the iteration's."""
+
+    shards: Sharded
+
+
+@dataclasses.dataclass(frozen=True)
+class Total(Row):
+    """A loop variable to which each iteration adds: what it has, or in its row of ``shards``."""
+
+    shards: Sharded | None = None
+
+
+@dataclasses.dataclass(frozen=True)
 class PerTower:
     """Each tower has its own tensor and there is no whole one: in ``strategy.run``."""
 
@@ -262,9 +325,10 @@ def has_known_rows(spec: Sharded | Size) -> bool:
     return spec.times is not None and can_be_cut(spec)
 
 
-Spec = Union[Replicated, Sharded, Partial, Size, ListOf, PerTower]
-PARTED = (Sharded, Partial, ListOf, PerTower)  # specs of tensors of which nobody has the whole
+Spec = Union[Replicated, Sharded, Partial, Size, ListOf, PerTower, Row]
+PARTED = (Sharded, Partial, ListOf, PerTower, Row)  # specs of tensors of which nobody has the whole
 REPLICATED = Replicated()
 SUM = Partial("sum")
 MEAN = Partial("mean")
 PER_TOWER = PerTower()
+ROW = Row()

@@ -20,13 +20,17 @@ from towerstrategy.sharding.spec import (
     MEAN,
     PER_TOWER,
     REPLICATED,
+    ROW,
     SUM,
     ListOf,
     Partial,
+    Position,
     Replicated,
+    Row,
     Sharded,
     Size,
     Spec,
+    Total,
     has_known_rows,
     in_one_piece,
 )
@@ -151,6 +155,11 @@ class Value:
 
     def _redistributed(self, wanted: Spec) -> Value:
         towers = self.towers
+        if isinstance(self.spec, Position) and wanted == ROW:
+            return Value(towers, wanted, self.shape, None, functools.partial(
+                self._row_number, self.spec))
+        if isinstance(wanted, Row) or isinstance(self.spec, Total):
+            return Value(towers, wanted, self.shape, None, self.part)
         if isinstance(wanted, Sharded):
             if isinstance(self.spec, Sharded) and wanted.given in (self.spec, self.spec.uncounted):
                 return Value(towers, wanted.given, self.shape, self.whole, self.part, self.device)
@@ -177,6 +186,13 @@ class Value:
         towers = self.towers
         return Value(towers, self.spec, self.shape, self.whole, lambda tower: (
             towers.builder.constant(entries, dtype, towers.devices[tower])))
+
+    def _row_number(self, at: Position, tower: int) -> Ref:
+        """The number among all rows of the row at a position, which counts the tower's."""
+        assert at.rows is not None
+        part = self.part(tower)
+        return self.towers.on(tower, "AddV2", part,
+                              self.towers.start(at.rows, part.dtype, tower))
 
     def _first_or_zeros(self, tower: int) -> Ref:
         """The part of a replicated tensor as a partial sum: the first tower has all of it."""

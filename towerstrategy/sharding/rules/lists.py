@@ -50,13 +50,23 @@ def is_empty(tensor_list: tf.Tensor, element: Spec | None) -> bool:
     return shape is not None and (not shape.ndim or bool(shape[element.dim] == -1))
 
 
+def is_kept(body: Any, index: int) -> bool:
+    """Whether an iteration leaves a loop's variable as it is."""
+    result = body.outputs[index]
+    while result.op.type == "Identity":
+        result = result.op.inputs[0]
+    return result is body.inputs[index]
+
+
 def note_constants(body: Any, arguments: Iterable[tf.Tensor]) -> None:
-    """Notes the constants that a loop's body takes out of lists which an earlier loop has filled.
+    """Notes a loop's constants: integers that it keeps; what an earlier loop has put into lists.
 
     TensorFlow keeps what a loop computes for its gradient in lists, even what is the same in each
     iteration, such as the permutation of a softmax over another axis than the last one.
     """
-    for inner, outer in zip(body.inputs, arguments):
+    for index, (inner, outer) in enumerate(zip(body.inputs, arguments)):
+        if outer.dtype.is_integer and outer.shape.rank == 0 and is_kept(body, index):
+            _tf.note_constant(inner, _tf.constant_value(outer))
         value = _constant_put_into(outer) if outer.dtype == tf.variant else None
         for operation in () if value is None else inner.consumers():
             if operation.type == "TensorListPopBack":

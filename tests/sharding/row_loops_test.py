@@ -1,0 +1,197 @@
+"""Loops over the rows: each tower runs the iterations of its own rows, with one device's result."""
+
+import numpy as np
+import tensorflow as tf
+from absl.testing import absltest, parameterized
+
+import towerstrategy
+import wide
+
+DEVICES = towerstrategy.split_cpu(8)
+X = np.random.default_rng(0).normal(size=[9, 3])
+TABLE = tf.constant(np.random.default_rng(1).normal(size=[20, 3]))
+
+
+def total(values):
+    """The sum of values that weighs each row by its number."""
+    return tf.reduce_sum(tf.cast(tf.range(tf.shape(values)[0]) + 1, values.dtype) * values)
+
+
+def mapped(h, w, x):
+    return total(tf.map_fn(lambda row: tf.reduce_sum(tf.tanh(tf.linalg.matvec(w, row)) ** 2), h))
+
+
+def mapped_with_branches_and_loops(h, w, x):
+    def inner(row, other):
+        picked = tf.gather(row, tf.math.top_k(other, 2).indices)
+        return tf.cond(row[0] > 0, lambda: tf.reduce_sum(picked), lambda: tf.reduce_max(row)) \
+            + tf.reduce_sum(tf.map_fn(lambda entry: tf.sin(entry) * row[0], row))
+
+    return total(tf.map_fn(lambda both: inner(*both), (h, x), fn_output_signature=h.dtype))
+
+
+def numbered(h, w, x):
+    """The number of a row is that among all rows, not among the tower's."""
+    def inner(number, row):
+        seed = tf.stack([number, 0])
+        return tf.reduce_sum(row * tf.gather(TABLE, number)
+                             + tf.random.stateless_uniform([3], seed, dtype=row.dtype))
+
+    return total(tf.map_fn(lambda both: inner(*both), (tf.range(tf.shape(x)[0]), h),
+                           fn_output_signature=h.dtype))
+
+
+def statistics_of_all(h, w, x):
+    mean, rows = tf.reduce_mean(h, 0), tf.cast(tf.shape(h)[0], h.dtype)
+    return total(tf.map_fn(lambda row: tf.reduce_sum((row - mean) ** 2), h)) / rows
+
+
+def each_row(h, w, x):
+    """AutoGraph's loop, with totals that start at something."""
+    added, count = tf.constant(1.5, h.dtype), 1
+    for row in h:
+        added += tf.reduce_sum(tf.linalg.matvec(w, row))
+        count += 2
+    return added * tf.cast(count, h.dtype)
+
+
+def indexed(h, w, x):
+    added = tf.constant(0., h.dtype)
+    for i in tf.range(tf.shape(x)[0]):
+        added += tf.tanh(h[i, 0]) * h[i, 1] + tf.reduce_sum(h[i:i + 1, 1:] ** 2) * x[i, 0]
+    return added
+
+
+def written(h, w, x):
+    rows = tf.shape(x)[0]
+    results = tf.TensorArray(h.dtype, size=0, dynamic_size=True, element_shape=[])
+    numbers = tf.TensorArray(tf.int32, size=rows, element_shape=[])
+    for i in tf.range(rows):
+        results = results.write(i, tf.reduce_sum(h[i] ** 2))
+        numbers = numbers.write(i, i)
+    return total(results.stack() * tf.cast(numbers.stack(), h.dtype))
+
+
+def several_a_row(h, w, x):
+    return total(tf.map_fn(lambda entry: tf.sin(entry) * entry, tf.reshape(h, [-1])))
+
+
+def scanned(h, w, x):
+    return total(tf.scan(lambda state, row: state / 2 + row, h, tf.zeros([3], h.dtype))[:, 0])
+
+
+def decayed(h, w, x):
+    added = tf.constant(0., h.dtype)
+    for row in h:
+        added = added * 0.9 + tf.reduce_sum(row)
+    return added
+
+
+def largest(h, w, x):
+    most = tf.constant(-10., h.dtype)
+    for row in h:
+        most = tf.maximum(most, tf.reduce_sum(row))
+    return most
+
+
+def until(h, w, x):
+    added = tf.constant(0., h.dtype)
+    for row in h:
+        added += tf.reduce_sum(row)
+        if added > 1:
+            break
+    return added
+
+
+def rows_before(h, w, x):
+    added = tf.constant(0., h.dtype)
+    for i in tf.range(1, tf.shape(x)[0]):
+        added += tf.reduce_sum(h[i] * h[i - 1])
+    return added
+
+
+def other_rows(h, w, x):
+    last = tf.shape(x)[0] - 1
+    rows = tf.TensorArray(h.dtype, size=last + 1, element_shape=[3]).unstack(h)
+    return total(tf.map_fn(lambda i: rows.read(last - i)[0], tf.range(last + 1),
+                           fn_output_signature=h.dtype))
+
+
+def changed_rows(h, w, x):
+    rows = h
+    for _ in tf.range(tf.shape(x)[0]):
+        rows = rows * 0.9
+    return tf.reduce_sum(rows)
+
+
+def stepped(h, w, x):
+    """What is the same for all rows, but not for all iterations."""
+    rate = tf.constant(1., h.dtype)
+    added = tf.constant(0., h.dtype)
+    for row in h:
+        added += rate * tf.reduce_sum(row)
+        rate *= 0.5
+    return added
+
+
+def some_rows(h, w, x):
+    added, i = tf.constant(0., h.dtype), 0
+    while i < tf.shape(x)[0] and i < 2:
+        added += tf.reduce_sum(h[i])
+        i += 1
+    return added
+
+
+BY_ROW = [mapped, mapped_with_branches_and_loops, numbered, statistics_of_all, each_row, indexed,
+          written, several_a_row]
+NOT_BY_ROW = [scanned, decayed, largest, until, rows_before, other_rows, changed_rows, stepped,
+              some_rows]
+
+
+def results(strategy, losses, rows):
+    """All losses for each number of rows, with the gradients of their sum."""
+    weights = tf.Variable(np.random.default_rng(2).normal(size=[3, 3]))
+
+    def step(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            found = [loss(x @ weights, weights, x) for loss in losses]
+        return found, list(map(tf.convert_to_tensor, tape.gradient(found, [weights, x])))
+
+    signature = [tf.TensorSpec([None, 3], tf.float64)]
+    run = strategy.function(step, signature) if strategy else tf.function(step, signature)
+    given = [run(strategy.split(X[:count]) if strategy else tf.constant(X[:count]))
+             for count in rows]
+    return [np.asarray(each) for each in tf.nest.flatten(given)]
+
+
+class RowLoopsTest(parameterized.TestCase):
+
+    def check(self, strategy, losses, rows=(7, 2)):
+        expected, given = results(None, losses, rows), results(strategy, losses, rows)
+        for one, other in zip(expected, given, strict=True):
+            np.testing.assert_allclose(other, one, rtol=1e-12, atol=1e-12)
+
+    @wide.parameters(({},), wide=[({"micro_batches": 2},), ({"shares": [3, 1, 2]},),
+                                  ({"merge_device": "balanced"},)])
+    def test_each_tower_runs_its_rows(self, options):
+        """Else they run on one device, as slowly as without a strategy, or a row counts wrongly."""
+        strategy = towerstrategy.TowerStrategy(DEVICES[:3], **options)
+        self.check(strategy, BY_ROW)
+        self.assertEmpty(strategy.extended.done_with_all_rows)
+
+    def test_iterations_that_depend_on_others_run_once(self):
+        """Else what an iteration takes from others is that of the tower's rows alone."""
+        strategy = towerstrategy.TowerStrategy(DEVICES[:3])
+        self.check(strategy, NOT_BY_ROW)
+        self.assertNotEmpty(strategy.extended.done_with_all_rows)
+
+    def test_one_that_runs_once_beside_one_that_does_not(self):
+        """Else one loop makes another one slow, or its lists are taken for all rows'."""
+        strategy = towerstrategy.TowerStrategy(DEVICES[:3])
+        self.check(strategy, [mapped, decayed, indexed], rows=[7])
+        self.assertNotIn("TensorListFromTensor", strategy.extended.done_with_all_rows)
+
+
+if __name__ == "__main__":
+    absltest.main()

@@ -1,0 +1,315 @@
+"""Loops over the rows, as in ``tf.map_fn``: each tower runs the iterations of its own rows.
+
+Goes in: a loop with the specs of what it starts with, or an op and the specs of its inputs.  Comes
+out: the specs of the loop's variables in its body, or the op's plan.
+
+An iteration may depend on its row, on what is the same for all rows, and on the row's number.  It
+puts results into lists with an entry for each row, from which the gradient's loop takes them, or
+adds them to a total.  Where iterations depend on each other otherwise, the loop runs once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from towerstrategy.sharding.rules.entries import entries_of
+from towerstrategy.sharding.rules.lists import is_kept
+from towerstrategy.sharding.rules.registry import Op, Plan
+from towerstrategy.sharding.spec import (
+    REPLICATED,
+    ROW,
+    SUM,
+    Index,
+    InRow,
+    MoreRows,
+    Partial,
+    Position,
+    Replicated,
+    Row,
+    RowList,
+    Sharded,
+    Size,
+    Spec,
+    Total,
+    has_known_rows,
+    in_one_piece,
+)
+
+
+class DependsOnOthers(Exception):
+    """An iteration depends on more than its row."""
+
+
+# The variables of a loop.
+
+
+def with_counters(body: Any, starts: Sequence[tf.Tensor], specs: Sequence[Spec]) -> list[Spec]:
+    """The specs of a loop's variables, :class:`Position` for those that may count rows.
+
+    Args:
+      body: the function that is an iteration.
+      starts: the tensors that the variables are copies of before the loop.
+      specs: their specs.
+    """
+    return [Position() if _is_zero(start) and not is_kept(body, index) else spec
+            for index, (start, spec) in enumerate(zip(starts, specs))]
+
+
+def variables(body: Any, starts: Sequence[tf.Tensor], counters: Sequence[Spec], more: Spec
+              ) -> list[Spec] | None:
+    """The specs of a loop's variables in its body, ``more`` its condition's; None without rows."""
+    if not isinstance(more, MoreRows):
+        return None
+    rows, found = more.rows, list[Spec]()
+    for index, (start, spec) in enumerate(zip(starts, counters)):
+        if isinstance(spec, Position):
+            spec = Position(rows)
+        elif isinstance(spec, RowList):
+            spec = dataclasses.replace(spec, is_new=False)
+        elif not is_kept(body, index):
+            if start.dtype == tf.variant and not _is_empty(start):
+                return None
+            spec = RowList(None, rows) if start.dtype == tf.variant else Total(
+                spec if isinstance(spec, Sharded) else None)
+        elif isinstance(spec, Partial):
+            spec = REPLICATED
+        found.append(spec)
+    return found
+
+
+def settled(before: Sequence[Spec], after: Sequence[Spec]) -> list[Spec] | None:
+    """The variables' specs after an iteration lets them be; None if they cannot be so."""
+    specs = [Total() if isinstance(spec, Position) and now != dataclasses.replace(spec, ahead=1)
+             else spec for spec, now in zip(before, after)]
+    fits = all(isinstance(spec, Position) or isinstance(was, Position) or spec == now
+               or isinstance(spec, Replicated) and isinstance(now, Replicated)
+               or isinstance(spec, RowList) and isinstance(now, RowList) and spec.rows == now.rows
+               for was, spec, now in zip(before, specs, after))
+    return specs if fits else None
+
+
+def outside(before: Sequence[Spec], after: Sequence[Spec]) -> tuple[list[Spec], list[Spec]]:
+    """The specs of the variables' first values, and of their last ones.
+
+    All towers' last positions add up to the number of rows.
+    """
+    takes = [spec.shards or SUM if isinstance(spec, Total) else spec for spec in before]
+    gives = [spec.rows if isinstance(spec, Position) and spec.rows is not None
+             else now if isinstance(spec, RowList) else spec for spec, now in zip(takes, after)]
+    return takes, gives
+
+
+def _is_zero(tensor: tf.Tensor) -> bool:
+    value = entries_of(tensor) if tensor.dtype in (tf.int32, tf.int64) else None
+    return value is not None and value.ndim == 0 and bool(value == 0)
+
+
+def _is_empty(tensor_list: tf.Tensor) -> bool:
+    """Whether a list is new and has no entries."""
+    return tensor_list.op.type == "EmptyTensorList" or (
+        tensor_list.op.type == "TensorListReserve" and _is_zero(tensor_list.op.inputs[1]))
+
+
+# The plans of ops.
+
+
+def gathered(specs: Sequence[Spec]) -> list[Spec]:
+    """The specs, with new lists of rows' entries made once, with all rows."""
+    return [REPLICATED if isinstance(spec, RowList) else spec for spec in specs]
+
+
+def plan_of(op: Op, specs: Sequence[Spec]) -> Plan | None:
+    """The plan of an op on rows of a loop, or on lists of their entries; None if it has none.
+
+    Raises:
+      DependsOnOthers: the op is in a loop over rows and depends on more than the row.
+    """
+    own_rule = NEW_LISTS.get(op.type) or _RULES.get(op.type)
+    plan = own_rule(op, specs) if own_rule is not None else None
+    if plan is None and not op.is_call and any(isinstance(spec, Row) for spec in specs):
+        plan = _of_the_row(op, specs)
+        if plan is None:
+            raise DependsOnOthers(op.type)
+    return plan
+
+
+def _of_the_row(op: Op, specs: Sequence[Spec]) -> Plan | None:
+    """The plan of any op without a state: its outputs are the row's."""
+    if op.has_state or op.handles or not all(
+            spec == ROW or isinstance(spec, Replicated)
+            or isinstance(spec, Position) and spec.rows is not None for spec in specs):
+        return None
+    return Plan([ROW if isinstance(spec, Row) else REPLICATED for spec in specs],
+                [ROW] * len(op.outputs))
+
+
+def _new_reserved(op: Op, specs: Sequence[Spec]) -> Plan | None:
+    shape, rows = specs
+    if not isinstance(shape, Replicated) or not isinstance(rows, Size) or not _is_counted(rows):
+        return None
+    return Plan([REPLICATED, rows], [RowList(None, rows.moved(0), is_new=True)])
+
+
+def _new_from_tensor(op: Op, specs: Sequence[Spec]) -> Plan | None:
+    spec, shape = specs
+    if not isinstance(spec, Sharded) or spec.dim or not _is_counted(spec) \
+            or not isinstance(shape, Replicated):
+        return None
+    return Plan([spec, REPLICATED], [RowList(None, spec.size, is_new=True)])
+
+
+def _is_counted(spec: Sharded | Size) -> bool:
+    return has_known_rows(spec) and in_one_piece(spec)
+
+
+def _add(op: Op, specs: Sequence[Spec]) -> Plan | None:
+    """The position of the next row, or a total, or the sums of lists' entries."""
+    if any(isinstance(spec, RowList) for spec in specs):
+        return _entry_by_entry(op, specs)
+    first, others = specs[0], [spec for spec in specs if not isinstance(spec, Total)]
+    if isinstance(first, Position) and len(specs) == 2 and not first.ahead:
+        step = op.value(1)
+        if step is not None and not step.ndim and step == 1:
+            return Plan(specs, [dataclasses.replace(first, ahead=1)])
+    total = next(spec for spec in specs if isinstance(spec, Total)) \
+        if len(specs) == len(others) + 1 else None
+    if total is None or not all(
+            spec == InRow(total.shards) if total.shards else
+            spec == ROW or isinstance(spec, (Replicated, Position)) for spec in others):
+        return None
+    return Plan([ROW if isinstance(spec, Position) else spec for spec in specs], [total])
+
+
+def _less(op: Op, specs: Sequence[Spec]) -> Plan | None:
+    """Whether there is a row at a position."""
+    at, size = specs
+    if not isinstance(at, Position) or at.ahead or not isinstance(size, Size) \
+            or not _is_counted(size):
+        return None
+    rows = size.moved(0)
+    return Plan(specs, [MoreRows(rows)]) if at.rows in (None, rows) else None
+
+
+def _and(op: Op, specs: Sequence[Spec]) -> Plan | None:
+    alike = isinstance(specs[0], MoreRows) and specs[0] == specs[1]
+    return Plan(specs, specs[:1]) if alike else None
+
+
+def _identity(op: Op, specs: Sequence[Spec]) -> Plan | None:
+    return Plan(specs, specs, passes=True)
+
+
+def _index(op: Op, specs: Sequence[Spec]) -> Plan | None:
+    """An index such as [i, 0], where i is the position."""
+    first = specs[0]
+    if not isinstance(first, Position) or op.out_rank() != 1 \
+            or not all(isinstance(spec, Replicated) for spec in specs[1:]):
+        return None
+    return Plan(specs, [Index(first.rows, first.ahead)])
+
+
+def _row_of(op: Op, specs: Sequence[Spec]) -> Plan | None:
+    """The row at the position, as in ``x[i]`` or ``x[i, 0]``."""
+    spec, *index = specs
+    fits = isinstance(spec, Sharded) and spec.dim == 0 and _is_slice_of_row(op, index, spec.size)
+    return Plan(specs, [ROW]) if fits else None
+
+
+def _gradient_of_row(op: Op, specs: Sequence[Spec]) -> Plan | None:
+    size, *index, gradient = specs
+    fits = isinstance(size, Size) and not size.at and gradient == ROW \
+        and _is_slice_of_row(op, index, size.moved(0))
+    return Plan(specs, [InRow(size.shards(0))]) if fits and isinstance(size, Size) else None
+
+
+def _is_slice_of_row(op: Op, index: Sequence[Spec], rows: Size) -> bool:
+    """Whether the begin, end and strides of a strided slice are those of one row."""
+    strides = op.value(len(op.inputs) - 1 - (op.type == "StridedSliceGrad"))
+    masks = (op.attr(f"{name}_mask") & 1 for name in ("begin", "end", "ellipsis", "new_axis"))
+    return _is_counted(rows) and not any(masks) and strides is not None and strides[0] == 1 \
+        and list(index[:2]) == [Index(rows, 0), Index(rows, 1)] and index[2] == REPLICATED
+
+
+def _set(op: Op, specs: Sequence[Spec]) -> Plan | None:
+    """The entry of the row is put at its position."""
+    entries, at, entry = specs
+    if not isinstance(entries, RowList) or at != Position(entries.rows) \
+            or not isinstance(entry, (Replicated, Row)) or isinstance(entry, Total):
+        return None
+    return Plan([entries, at, ROW if isinstance(entry, Row) else REPLICATED],
+                [RowList(ROW, entries.rows)])
+
+
+def _push(op: Op, specs: Sequence[Spec]) -> Plan | None:
+    """An entry is put behind those of the rows before; the gradient's loop takes it from there."""
+    entries, entry = specs
+    entry = REPLICATED if isinstance(entry, Replicated) else entry
+    if not isinstance(entries, RowList) or entries.element not in (None, entry) \
+            or not isinstance(entry, (Replicated, Position, Index, Size)) and entry != ROW:
+        return None
+    return Plan([entries, entry], [RowList(entry, entries.rows)])
+
+
+def _get(op: Op, specs: Sequence[Spec]) -> Plan | None:
+    entries, at, shape = specs
+    if not isinstance(entries, RowList) or at != Position(entries.rows) \
+            or entries.element not in (None, ROW) \
+            or not isinstance(shape, Replicated) and shape != ROW:
+        return None
+    return Plan(specs, [ROW])
+
+
+def _pop(op: Op, specs: Sequence[Spec]) -> Plan | None:
+    entries, shape = specs
+    if not isinstance(entries, RowList) or not isinstance(shape, Replicated) and shape != ROW:
+        return None
+    return Plan(specs, [entries, entries.element or ROW])
+
+
+def _stack(op: Op, specs: Sequence[Spec]) -> Plan | None:
+    """The rows.  A tower without any needs the shape of a row."""
+    entries, shape = specs[0], entries_of(op.inputs[1])
+    if not isinstance(entries, RowList) or entries.element not in (None, ROW) \
+            or op.attr("num_elements") >= 0 or shape is None or not shape.ndim \
+            or any(size is not None and size < 0 for size in shape):
+        return None
+    return Plan([entries, REPLICATED], [entries.rows.shards(0)])
+
+
+def _length(op: Op, specs: Sequence[Spec]) -> Plan | None:
+    return Plan(specs, [specs[0].rows]) if isinstance(specs[0], RowList) else None
+
+
+def _resize(op: Op, specs: Sequence[Spec]) -> Plan | None:
+    entries, size = specs
+    fits = isinstance(entries, RowList) and isinstance(size, Size) and size.moved(0) == entries.rows
+    return Plan(specs, [entries]) if fits else None
+
+
+def _element_shape(op: Op, specs: Sequence[Spec]) -> Plan | None:
+    return Plan(specs, [REPLICATED]) if isinstance(specs[0], RowList) else None
+
+
+def _entry_by_entry(op: Op, specs: Sequence[Spec]) -> Plan | None:
+    """Sums of lists, zeros like a list."""
+    lists = [spec for spec in specs if isinstance(spec, RowList) and (
+        spec.element in (None, ROW) or len(specs) == 1)]
+    if len(lists) < len(specs) or any(spec.rows != lists[0].rows for spec in lists):
+        return None
+    return Plan(specs, [RowList(ROW, lists[0].rows)])
+
+
+_Rules = dict[str, Callable[[Op, Sequence[Spec]], "Plan | None"]]
+NEW_LISTS: _Rules = {"TensorListReserve": _new_reserved, "TensorListFromTensor": _new_from_tensor}
+_RULES: _Rules = {
+    "Add": _add, "AddN": _add, "AddV2": _add, "Identity": _identity, "Less": _less,
+    "LogicalAnd": _and, "Pack": _index, "StridedSlice": _row_of,
+    "StridedSliceGrad": _gradient_of_row, "TensorListElementShape": _element_shape,
+    "TensorListGetItem": _get, "TensorListLength": _length, "TensorListPopBack": _pop,
+    "TensorListPushBack": _push, "TensorListResize": _resize, "TensorListSetItem": _set,
+    "TensorListStack": _stack, "ZerosLike": _entry_by_entry,
+}
