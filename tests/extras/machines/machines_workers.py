@@ -174,7 +174,7 @@ def looped(strategy, kit):
 
 
 def function(strategy, _):
-    """``strategy.function``: rows chosen, sorted, drawn, counted, doubled, named, first, one."""
+    """``strategy.function``: rows chosen, sorted, drawn, counted, doubled, named, one by one."""
     def step(x):
         chosen = tf.boolean_mask(x, x[:, 0] > 0.5)
         views = tf.concat([x, x * x], 0)
@@ -186,7 +186,8 @@ def function(strategy, _):
                 tf.reduce_all(x > 0.1, 0), tf.reduce_any(x > 0.9, 0), tf.strings.as_string(x), x,
                 tf.cumsum(views * places), tf.reduce_sum(views * places, 0), tf.split(views, 2)[1],
                 x[:9] + 0., x[0] + 0., tf.gather_nd(x, tf.stack([rows, rows % 2], 1)),
-                tf.scatter_nd(tf.stack([rows, rows % 2], 1), x[:, 0], tf.shape(x)))
+                tf.scatter_nd(tf.stack([rows, rows % 2], 1), x[:, 0], tf.shape(x)),
+                tf.map_fn(lambda row: row[0] * tf.cast(row[1], x.dtype), (x, rows), x.dtype))
 
     x, _, _ = data(13)
     made = strategy.function(step) if hasattr(strategy, "function") else step
