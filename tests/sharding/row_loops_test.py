@@ -76,6 +76,15 @@ def several_a_row(h, w, x):
     return total(tf.map_fn(lambda entry: tf.sin(entry) * entry, tf.reshape(h, [-1])))
 
 
+def as_many_times(h, w, x):
+    """A list as long as the batch, of which the entries are no rows."""
+    times = tf.TensorArray(h.dtype, size=tf.shape(x)[0], element_shape=[None, 3])
+    for i in tf.range(tf.shape(x)[0]):
+        h = tf.tanh(h @ w)
+        times = times.write(i, h)
+    return total(tf.reduce_sum(times.stack(), [0, 2]))
+
+
 def scanned(h, w, x):
     return total(tf.scan(lambda state, row: state / 2 + row, h, tf.zeros([3], h.dtype))[:, 0])
 
@@ -143,7 +152,7 @@ def some_rows(h, w, x):
 
 
 BY_ROW = [mapped, mapped_with_branches_and_loops, numbered, statistics_of_all, each_row, indexed,
-          written, several_a_row]
+          written, several_a_row, as_many_times]
 NOT_BY_ROW = [scanned, decayed, largest, until, rows_before, other_rows, changed_rows, stepped,
               some_rows]
 

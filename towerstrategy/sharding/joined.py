@@ -31,8 +31,10 @@ def can_become(spec: Spec, wanted: Spec) -> bool:
     """Whether a tensor with ``spec`` can be redistributed to ``wanted``."""
     if spec == wanted:
         return True
+    if isinstance(spec, RowList) and not isinstance(wanted, RowList):
+        return spec.is_new and can_become(REPLICATED, wanted)
     if isinstance(wanted, Replicated):
-        return not isinstance(spec, (ListOf, Row)) or isinstance(spec, RowList) and spec.is_new
+        return not isinstance(spec, (ListOf, Row))
     if isinstance(wanted, Sharded):
         return spec == wanted.given or can_be_cut(wanted) and not isinstance(spec, ListOf)
     if isinstance(wanted, Partial):

@@ -169,7 +169,9 @@ class _Propagation:
 
     def _can_be_each_towers(self, tensor: tf.Tensor, spec: Spec, wanted: Spec) -> bool:
         """Whether a list that each tower must have is so already, or has no entries of all rows."""
-        return not isinstance(wanted, ListOf) or isinstance(spec, ListOf) \
+        is_so = isinstance(spec, ListOf) \
+            and isinstance(spec, RowList) == isinstance(wanted, RowList)
+        return not isinstance(wanted, ListOf) or is_so \
             or self._is_empty([tensor], 0, wanted.element)
 
     def _is_empty(self, tensors: Sequence[tf.Tensor], number: int, element: Spec | None) -> bool:

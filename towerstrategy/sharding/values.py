@@ -27,6 +27,7 @@ from towerstrategy.sharding.spec import (
     Position,
     Replicated,
     Row,
+    RowList,
     Sharded,
     Size,
     Spec,
@@ -167,7 +168,9 @@ class Value:
         if isinstance(wanted, Partial):
             return Value(towers, wanted, self.shape, self.whole, self._first_or_zeros)
         if isinstance(wanted, ListOf):
-            return Value(towers, wanted, self.shape, None, self.part)
+            part = self.part if isinstance(wanted, RowList) \
+                or not isinstance(self.spec, RowList) else lambda _: self.whole()
+            return Value(towers, wanted, self.shape, None, part)
         return Value(towers, wanted, self.shape, self.whole, None, self.device,
                      None if isinstance(self.spec, (Size, ListOf)) else self.constant)
 
