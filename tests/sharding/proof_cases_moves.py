@@ -172,7 +172,8 @@ def _reshapes() -> None:
         real(2, 6, 3),
         title="merged",
     )
-    for shape, axis in (((6, 4), 0), ((6, 4), 1), ((6, 4), -1), ((6,), -1), ((6, 12), -2)):
+    for shape, axis in (((6, 4), 0), ((6, 4), 1), ((6, 4), -1), ((6,), -1), ((6, 12), -2),
+                        ((6, 4), [1])):
         case("ExpandDims", real(*shape), axis)
     case("ExpandDims", np.asarray(6, np.int32), 0)
     for shape, axes in (

@@ -76,9 +76,9 @@ def _with_new(axis: int, rank: int | None) -> str | None:
 
 @_view("ExpandDims", light=True)
 def expand_dims(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    axis = op.value(1)
-    return None if axis is None else by_names(
-        op, specs, [DIMS], [_with_new(int(axis), op.out_rank())])
+    axes = op.axes(1, op.out_rank())  # a number, or a vector of one
+    return None if axes is None else by_names(
+        op, specs, [DIMS], [_with_new(axes[0], op.out_rank())])
 
 
 @_view("Squeeze", light=True)
