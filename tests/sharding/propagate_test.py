@@ -335,6 +335,19 @@ class PropagateTest(absltest.TestCase):
             self.assertEqual(layout.outputs, [Sharded(0), SUM])
             self.assertEmpty(list(layout.all_fallbacks()))
 
+    def test_gradients_in_branches_keep_rows(self):
+        """In a step that trains an actor every other time, the branch gets axes from outside."""
+        def gradient(x, w):
+            with tf.GradientTape() as tape:
+                tape.watch(w)
+                loss = tf.reduce_sum(tf.tanh(tf.concat([x, x * w], -1)))
+            return tf.cond(tf.reduce_sum(w) > 0, lambda: tape.gradient(loss, w),
+                           lambda: tf.reduce_sum(x, 0))
+
+        layout = _layout(gradient, ROWS, WHOLE)
+        self.assertEqual(layout.outputs, [SUM])
+        self.assertEmpty(list(layout.all_fallbacks()))
+
     def test_what_branches_of_one_condition_keep_is_not_anothers(self):
         """One branch's rows would be read as the other's sum."""
         def kept(x, w):

@@ -240,6 +240,9 @@ class _Propagation:
         branches = graphs.functions_of(operation.operation)
         for graph in branches:
             self._note_arguments(graph, operation.inputs[1:])
+            for inner, outer in zip(graph.inputs, operation.inputs[1:]):
+                if outer.dtype.is_integer:  # such as axes, in gradients of what is outside
+                    _tf.note_constant(inner, _tf.constant_value(outer))
         condition = self._origin(operation.inputs[0], through_loops=False).ref()
         layouts = [self.layout(graph, [joined.branch_input(condition, number, spec)
                                        for spec in specs[1:]])
