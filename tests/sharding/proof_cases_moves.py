@@ -359,6 +359,8 @@ def _pads_and_fills() -> None:
                 tf.pad(tf.strings.as_string(x), edges, mode)), real(6, 12), title=f"{edges} {mode}")
             case("MirrorPadGrad", real(6, 12), edges, mode=mode)
     case("Pad", real(6, 12), np.asarray([[0, 0], [1, 1]], np.int32))
+    for edge in ([1, 0], [0, 2], [0, 0]):
+        case("PadV2", np.asarray([4, 6], np.int32), [edge], 1)
     around(
         "Pad",
         lambda x, y: tf.pad(x, [[0, tf.shape(x)[0] - tf.shape(y)[0]], [1, 2]]),

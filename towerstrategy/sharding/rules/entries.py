@@ -234,6 +234,10 @@ def _strided_slice(operation: tf.Operation, entries: Entries, *limits: Any) -> E
     return entries[slice(None if masks["begin"] else begin, None if masks["end"] else end, step)]
 
 
+def _padded(operation: tf.Operation, entries: Entries, paddings: Any, filler: Any = 0) -> Entries:
+    return np.pad(entries, paddings, constant_values=filler)
+
+
 def _gather(operation: tf.Operation, entries: Entries, indices: Any, _: Any) -> Entries | None:
     plain = entries.ndim == 1 and not operation.get_attr("batch_dims")
     return _array(entries[indices.ravel()], indices.shape) if plain else None
@@ -299,6 +303,7 @@ _COMPUTE: dict[str, tuple[str, Callable[..., Any]]] = {
     "Pack": ("e", lambda operation, *parts: np.stack(parts, operation.get_attr("axis"))),
     "ConcatV2": ("-", _concat), "Slice": ("ek", _slice), "StridedSlice": ("ek", _strided_slice),
     "GatherV2": ("ek-", _gather), "SplitV": ("ek-", _split), "Fill": ("-e", _filled),
+    **dict.fromkeys(("Pad", "PadV2"), ("ek", _padded)),
     "Unpack": ("e", lambda _, entries: [_array([each], []) for each in entries]
                if entries.ndim == 1 else None),
     "Transpose": ("ek", lambda _, entries, order: entries.transpose(order)),

@@ -211,6 +211,8 @@ def slice_(op: Op, specs: Sequence[Spec]) -> Plan | None:
 
 @rule("Pad", "PadV2", "MirrorPad", "MirrorPadGrad")
 def pad(op: Op, specs: Sequence[Spec]) -> Plan | None:
+    if isinstance(specs[0], Size):
+        return shapes.moved_sizes(op, specs)
     padding = entries_of(op.inputs[1])
     if padding is None:
         return None
