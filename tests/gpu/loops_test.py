@@ -13,6 +13,7 @@ import tf_keras
 from absl.testing import parameterized
 
 import towerstrategy
+import wide
 
 pytestmark = pytest.mark.wide
 ARE_GPUS = bool(tf.config.list_physical_devices("GPU"))
@@ -99,8 +100,8 @@ class LoopTest(parameterized.TestCase):
         tf.config.experimental.enable_tensor_float_32_execution(False)
         self.addCleanup(tf.config.experimental.enable_tensor_float_32_execution, True)
 
-    @parameterized.product(kit=(keras, tf_keras), train=(by_run, by_function, by_fit),
-                           make=(convolutions, sequence, masked, both_ways, cells))
+    @wide.product(kit=(keras, tf_keras), train=(by_run, by_function, by_fit),
+                  make=(convolutions, sequence, masked, both_ways, cells))
     def test_trains_as_one_gpu(self, kit, train, make):
         """Else a loop that is right on one GPU trains something else on towers."""
         merge = TOWERS[0] if train is by_fit else "balanced"
