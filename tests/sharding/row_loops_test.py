@@ -72,6 +72,14 @@ def written(h, w, x):
     return total(results.stack() * tf.cast(numbers.stack(), h.dtype))
 
 
+def indices_written(h, w, x):
+    """Vectors of the row's number, which is that among all rows also where it was an index."""
+    pairs = tf.TensorArray(tf.int32, size=tf.shape(x)[0], element_shape=[2])
+    for i in tf.range(tf.shape(x)[0]):
+        pairs = pairs.write(i, tf.stack([i, 2]))
+    return total(tf.reduce_sum(tf.cast(pairs.stack(), h.dtype), 1) * h[:, 0])
+
+
 def several_a_row(h, w, x):
     return total(tf.map_fn(lambda entry: tf.sin(entry) * entry, tf.reshape(h, [-1])))
 
@@ -153,8 +161,8 @@ def some_rows(h, w, x):
 
 BY_ROW = [mapped, mapped_with_branches_and_loops, numbered, statistics_of_all, each_row, indexed,
           written, several_a_row, as_many_times]
-NOT_BY_ROW = [scanned, decayed, largest, until, rows_before, other_rows, changed_rows, stepped,
-              some_rows]
+NOT_BY_ROW = [indices_written, scanned, decayed, largest, until, rows_before, other_rows,
+              changed_rows, stepped, some_rows]
 
 
 def results(strategy, losses, rows):

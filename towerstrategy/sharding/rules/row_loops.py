@@ -200,7 +200,7 @@ def _and(op: Op, specs: Sequence[Spec]) -> Plan | None:
 
 
 def _identity(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    return Plan(specs, specs, passes=True)
+    return Plan(specs, specs, passes=True) if isinstance(specs[0], (Row, RowList)) else None
 
 
 def _index(op: Op, specs: Sequence[Spec]) -> Plan | None:
@@ -238,7 +238,7 @@ def _set(op: Op, specs: Sequence[Spec]) -> Plan | None:
     """The entry of the row is put at its position."""
     entries, at, entry = specs
     if not isinstance(entries, RowList) or at != Position(entries.rows) \
-            or not isinstance(entry, (Replicated, Row)) or isinstance(entry, Total):
+            or not isinstance(entry, (Replicated, Position)) and entry != ROW:
         return None
     return Plan([entries, at, ROW if isinstance(entry, Row) else REPLICATED],
                 [RowList(ROW, entries.rows)])
