@@ -185,10 +185,9 @@ class KerasTest(parameterized.TestCase):
             self.assertNotEmpty(sent)
             self.assertLen(sent, len(gate.control_inputs))
 
-    @wide.parameters(
-        (keras, ["CPU:1", "CPU:2"], 2),
-        wide=[(tf_keras, [["CPU:1", "CPU:2"], ["CPU:3", "CPU:4"]], 1),
-              (tf_keras, ["CPU:0"], 3), (keras, [["CPU:1", "CPU:2"]], 3)])
+    @wide.parameters(wide=[
+        (keras, ["CPU:1", "CPU:2"], 2), (tf_keras, [["CPU:1", "CPU:2"], ["CPU:3", "CPU:4"]], 1),
+        (tf_keras, ["CPU:0"], 3), (keras, [["CPU:1", "CPU:2"]], 3)])
     def test_micro_batches_and_stages(self, kit, devices, micro_batches):
         """Lost otherwise: XLA for models that need less memory; or micro-batches as one stretch,
         which take the memory that they were to save."""

@@ -32,11 +32,11 @@ class ParityTest(parameterized.TestCase):
         found = runner.compare(case, runner.keras_module(keras), towers)
         self.assertLessEqual(found.worst, case.bound, str(found))
 
-    @wide.parameters(
+    @wide.parameters(wide=[
         ("losses/add_loss", "tf_keras", runner.Towers(4, "balanced")),
-        wide=[("fit/steps_per_execution=3, predict", "keras", runner.Towers(3)),
-              ("optimizers/clipnorm", "keras", runner.Towers(1)),
-              ("draws/own train_step", "tf_keras", runner.Towers(1))])
+        ("fit/steps_per_execution=3, predict", "keras", runner.Towers(3)),
+        ("optimizers/clipnorm", "keras", runner.Towers(1)),
+        ("draws/own train_step", "tf_keras", runner.Towers(1))])
     def test_towers_with_xla_train_as_one_device(self, case, keras, towers):
         """Else XLA on several devices changes a training; more: ``--quick --jit-compile``."""
         case = cases.CASES[case]
