@@ -89,6 +89,8 @@ def _reshapes() -> None:
         around(type, _quarters, real(6, 4), real(6, 4), title="quarters")
     around("Reshape", lambda x: tf.reshape(x, [-1, 4 * tf.shape(x)[1]]), real(2, 6, 4))
     around("Reshape", lambda x, y: tf.reshape(x, [tf.shape(y)[0], -1]), real(12, 4), real(6, 3))
+    around("Reshape", lambda x: tf.reshape(x, [tf.shape(x)[0] * 2, -1, tf.shape(x)[2]]),
+           real(6, 4, 1))
     around("Reshape", _cross_entropy, real(6, 4), real(6, 4), title="logits")
     around("Reshape", _cross_entropy, real(6, 12, 3), real(6, 12, 3), title="logits")
     for shape, sizes in (

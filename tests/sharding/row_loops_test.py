@@ -93,6 +93,37 @@ def as_many_times(h, w, x):
     return total(tf.reduce_sum(times.stack(), [0, 2]))
 
 
+def one_variable_becomes_another(h, w, x):
+    """Totals and lists that are handed on, so that an iteration sees what others have added."""
+    before = added = fibonacci = other = tf.constant(1., h.dtype)
+    one, two, last = (tf.TensorArray(h.dtype, size=tf.shape(x)[0], element_shape=[])
+                      for _ in range(3))
+    for i in tf.range(tf.shape(x)[0]):
+        before = added
+        added += h[i, 0]
+        fibonacci, other = other, fibonacci + h[i, 1]
+        one, two = two, one.write(i, h[i, 2])
+        last = tf.TensorArray(h.dtype, size=tf.shape(x)[0], element_shape=[]).write(i, h[i, 0])
+    return (added - before) * fibonacci * other + total(one.stack()) * total(two.stack()) \
+        + total(last.stack())
+
+
+def grown(h, w, x):
+    """The size of a list that is being filled."""
+    rows, added = tf.TensorArray(h.dtype, size=0, dynamic_size=True, element_shape=[]), 0
+    for i in tf.range(tf.shape(x)[0]):
+        rows = rows.write(i, h[i, 0])
+        added += rows.size() + tf.shape(rows.stack())[0]
+    return tf.cast(added, h.dtype) * total(rows.stack())
+
+
+def spelled(h, w, x):
+    text = tf.constant("")
+    for word in tf.strings.as_string(tf.cast(x[:, 0] * 9, tf.int32)):
+        text += word
+    return tf.cast(tf.strings.to_hash_bucket_fast(text, 99), h.dtype) * tf.reduce_sum(h)
+
+
 def scanned(h, w, x):
     return total(tf.scan(lambda state, row: state / 2 + row, h, tf.zeros([3], h.dtype))[:, 0])
 
@@ -161,8 +192,8 @@ def some_rows(h, w, x):
 
 BY_ROW = [mapped, mapped_with_branches_and_loops, numbered, statistics_of_all, each_row, indexed,
           written, several_a_row, as_many_times]
-NOT_BY_ROW = [indices_written, scanned, decayed, largest, until, rows_before, other_rows,
-              changed_rows, stepped, some_rows]
+NOT_BY_ROW = [indices_written, one_variable_becomes_another, grown, spelled, scanned, decayed,
+              largest, until, rows_before, other_rows, changed_rows, stepped, some_rows]
 
 
 def results(strategy, losses, rows):

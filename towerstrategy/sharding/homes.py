@@ -3,7 +3,8 @@
 Goes in: a layout, and the devices of the variables that it reads or writes.  Comes out: a device
 for each operation that works for one variable, such as an optimizer's.  So the parts of a gradient
 are summed where its variable is, and no weight or slot crosses devices to be updated.  Also: a name
-scope, by which the report and the profiler's timeline tell variable updates from all else.
+scope, by which the report and the profiler's timeline tell variable updates from all else; and
+whether an operation may be repeated on each tower.
 """
 
 from __future__ import annotations

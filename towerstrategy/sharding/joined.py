@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from towerstrategy.sharding.spec import (
     REPLICATED,
+    ROW,
     SUM,
     ListOf,
     OptionalOf,
@@ -41,7 +42,7 @@ def can_become(spec: Spec, wanted: Spec) -> bool:
         return wanted == SUM and not isinstance(spec, ListOf)
     if isinstance(wanted, ListOf):
         return isinstance(spec, (ListOf, Replicated))
-    return isinstance(wanted, Row)
+    return isinstance(wanted, Row) and isinstance(spec, (Replicated, Row))
 
 
 def branch_output(condition: Any, specs: Sequence[Spec],
@@ -66,6 +67,8 @@ def branch_output(condition: Any, specs: Sequence[Spec],
             return dataclasses.replace(lists[0], element=element)
         are_optionals = all(isinstance(each, OptionalOf) for each in lists)
         return OptionalOf(None, (condition, kept)) if are_optionals else REPLICATED
+    if all(spec == ROW or isinstance(spec, Replicated) for spec in specs) and ROW in specs:
+        return ROW
     is_sum = SUM in specs and all(isinstance(spec, Replicated) or spec == SUM for spec in specs)
     return SUM if is_sum else REPLICATED
 

@@ -29,8 +29,8 @@ class Maker:
     Attributes:
       op: the operation.
       inputs: its inputs, with the specs that the rule takes.
-      towers: the towers, with their numbers of rows: ``count(tower)``, ``offset(tower)`` and
-        ``total()``.
+      towers: the towers, with their numbers of rows: ``size(spec, dtype, tower)`` and
+        ``start(spec, dtype, tower)``.
       home: the device of nodes that are made once.
     """
 
@@ -155,10 +155,10 @@ class Maker:
         """Each tower's entry ``index`` of its vector."""
         return [self.towers.entry(vector, index) for vector in vectors]
 
-    def with_entry(self, vectors: list[Ref], index: int, entries: list[Ref]) -> Any:
-        """Each tower's vector, of a static length, with another entry ``index``."""
-        mask = np.arange(self.op.inputs[0].shape[0]) == index
-        return self.make("SelectV2", [self.constant(mask, tf.bool, EACH), entries, vectors], EACH)
+    def with_entry(self, index: int, at: int, entries: Any) -> Any:
+        """Each tower's part of input ``index``, the output's shape, with another entry ``at``."""
+        mask = self.constant(np.arange(self.op.out_rank()) == at, tf.bool, EACH)
+        return self.make("SelectV2", [mask, entries, self.parts(index)], EACH)
 
     def _device(self, tower: int | None) -> str:
         if tower == HOST:

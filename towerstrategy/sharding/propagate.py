@@ -24,6 +24,7 @@ from towerstrategy.sharding.rules.registry import Op, Plan
 from towerstrategy.sharding.spec import (
     MEAN,
     REPLICATED,
+    ROW,
     SUM,
     ListOf,
     OptionalOf,
@@ -82,7 +83,6 @@ class _Propagation:
         self._shared: set[Any] = set()  # branches and loops, with their inputs' specs, not local
         self._arguments: dict[tuple[Any, str], tf.Tensor] = {}  # (body, its input) -> outer tensor
         self._bodies: dict[tf.Operation, Any] = {}  # call -> the body that it calls
-        self._has_row_lists = False
         self._loop_bodies: set[Any] = set()  # their inputs change from iteration to iteration
 
     def layout(self, graph: Any, inputs: Sequence[Spec]) -> Layout:
@@ -141,18 +141,15 @@ class _Propagation:
 
     def _plan(self, operation: Op, specs: Sequence[Spec], nests: bool) -> Plan | None:
         """The plan of an operation with such inputs; None if it runs once, with all rows."""
-        if self._has_row_lists or operation.type in row_loops.NEW_LISTS:
-            self._has_row_lists = True
-            plan = row_loops.plan_of(operation, specs)
-            if plan is not None:
-                return plan
+        plan = row_loops.plan_of(operation, specs, operation.is_call or operation.type in BRANCHES)
+        if plan is not None:
+            return plan
         if nests or not all(isinstance(spec, Replicated) for spec in specs):
             if operation.is_call:
                 return self._call(operation, specs)
             if operation.type in (*BRANCHES, *LOOPS):
                 return self._control_flow(operation, specs)
-        if self._has_row_lists:
-            specs = row_loops.gathered(specs)
+        specs = row_loops.without_row_lists(specs)
         plan = registry.plan_of(operation, specs)
         if plan is None and self._keeps_parts:
             plan = scaling.plan_of_parts(operation, specs)
@@ -255,7 +252,8 @@ class _Propagation:
                for spec, wanted in zip(layout.outputs, gives)):
             raise CannotGather(operation.type)
         local = all(is_local(layout, gives) for layout in layouts)
-        return Nested([REPLICATED, *specs[1:]], gives, layouts=layouts, local=local)
+        condition_spec = specs[0] if isinstance(specs[0], Row) else REPLICATED
+        return Nested([condition_spec, *specs[1:]], gives, layouts=layouts, local=local)
 
     def _loop(self, operation: Op, specs: Sequence[Spec]) -> Nested | None:
         condition, body = graphs.functions_of(operation.operation)
@@ -271,7 +269,7 @@ class _Propagation:
         if not all(joined.can_become(spec, REPLICATED) for spec in specs
                    if isinstance(spec, RowList)):
             raise CannotGather(operation.type)
-        specs = row_loops.gathered(specs)
+        specs = row_loops.without_row_lists(specs)
         settled = self._fixpoint(body, operation, specs, are_read)
         if settled is None:
             return None
@@ -299,7 +297,7 @@ class _Propagation:
         if not any(isinstance(spec, (Size, Sharded)) for spec in specs):
             return None
         starts = [self._origin(tensor, through_loops=False) for tensor in operation.inputs]
-        counters, self._has_row_lists = row_loops.with_counters(body, starts, specs), True
+        counters = row_loops.with_counters(body, starts, specs)
         with contextlib.suppress(row_loops.DependsOnOthers, CannotGather):
             more, = self.layout(condition, counters).outputs
             before: list[Spec] | None = None
@@ -377,7 +375,7 @@ def _match(specs: Sequence[Spec], takes: Sequence[Spec], compiled: bool = False)
     """
     return all(spec == wanted or isinstance(spec, Sharded) and spec.uncounted == wanted
                or isinstance(spec, Replicated) and (
-        isinstance(wanted, (Replicated, ListOf)) or wanted == SUM and not compiled)
+        isinstance(wanted, (Replicated, ListOf)) or wanted in (SUM, ROW) and not compiled)
         or isinstance(spec, ListOf) and isinstance(wanted, ListOf)
         or isinstance(spec, Position) and isinstance(wanted, Row) and not compiled
         for spec, wanted in zip(specs, takes))

@@ -86,7 +86,8 @@ class Plans:
         gives: list[Spec] = [PER_TOWER] * len(operation.outputs)
         padded = states.padded.get(operation.name)
         if self._pads and padded is not None and self._traffic.pads(padded):
-            return Padded(specs, gives, table=padded)
+            return Padded(specs, gives, table=Plan(  # each tower runs a copy, whatever else it says
+                padded.takes, padded.gives, padded=padded.padded, ones=padded.ones))
         if not (operation.is_call or operation.type in (*BRANCHES, *LOOPS)):
             return Plan(specs, gives)
         taken: list[Spec] = [spec if tensor.dtype == tf.resource else PER_TOWER

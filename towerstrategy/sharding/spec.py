@@ -214,15 +214,20 @@ class RowList(ListOf):
     Attributes:
       rows: how many rows there are.
       is_new: whether the op that makes it can make the whole list as well.
+      variable: the index of the loop's variable that it is, while iterations put entries into it.
     """
 
     rows: Size = Size()
     is_new: bool = False
+    variable: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """In a loop over the rows: what one device has in the iteration of the same row."""
+    """In a loop over the rows: a tensor that differs from iteration to iteration.
+
+    A tower has what one device has in the iteration of the same row, but for the subclasses.
+    """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -253,6 +258,11 @@ class Index(Row):
 
 
 @dataclasses.dataclass(frozen=True)
+class Filled(Row):
+    """The number of entries of a list that is being filled; a tower counts its own."""
+
+
+@dataclasses.dataclass(frozen=True)
 class InRow(Row):
     """A tensor like one with spec ``shards`` that is zero in all rows but the iteration's."""
 
@@ -261,8 +271,14 @@ class InRow(Row):
 
 @dataclasses.dataclass(frozen=True)
 class Total(Row):
-    """A loop variable to which each iteration adds: what it has, or in its row of ``shards``."""
+    """A loop variable that is only added to; a tower has the sum over its rows.
 
+    Attributes:
+      variable: its index.
+      shards: if each iteration adds to its own row of a tensor: the tensor's spec.
+    """
+
+    variable: int
     shards: Sharded | None = None
 
 
@@ -326,7 +342,7 @@ def has_known_rows(spec: Sharded | Size) -> bool:
 
 
 Spec = Union[Replicated, Sharded, Partial, Size, ListOf, PerTower, Row]
-PARTED = (Sharded, Partial, ListOf, PerTower, Row)  # specs of tensors of which nobody has the whole
+PARTED = (Sharded, Partial, ListOf, PerTower, Row)  # functions take the towers' parts alone
 REPLICATED = Replicated()
 SUM = Partial("sum")
 MEAN = Partial("mean")

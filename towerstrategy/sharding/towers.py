@@ -18,7 +18,7 @@ from towerstrategy.placement import peers
 from towerstrategy.sharding import relays
 from towerstrategy.sharding.across import Across
 from towerstrategy.sharding.builder import Builder, Ref
-from towerstrategy.sharding.spec import Sharded, Size, parts_of
+from towerstrategy.sharding.spec import Sharded, Size, can_be_cut, parts_of
 
 MOST_TO_EXCHANGE = 8  # towers: the copies grow with the square
 
@@ -180,14 +180,14 @@ class Towers:
 
     def size(self, spec: Sharded | Size, dtype: tf.DType, tower: int | None = None) -> Ref:
         """How many positions the examples have, on a tower; for None, on all towers."""
-        assert spec.times is not None
+        assert spec.times is not None and can_be_cut(spec)
         counts = [self.times(self.total(dtype, batch) if tower is None
                              else self.count(tower, dtype, batch), number * spec.times)
                   for batch, number in parts_of(spec) if isinstance(batch, str)]
         return functools.reduce(functools.partial(self.on_host, "AddV2"), counts)
 
     def start(self, spec: Sharded | Size, dtype: tf.DType, tower: int) -> Ref:
-        """A tower's first position in a tensor of one piece."""
+        """A tower's first position in a tensor of one piece, of a batch's examples."""
         assert isinstance(spec.group, str) and spec.times is not None
         return self.times(self.offset(tower, dtype, spec.group), spec.times)
 

@@ -78,10 +78,10 @@ def input_gradient(op: Op, specs: Sequence[Spec]) -> Plan | None:
 
 def _make_input_gradient(m: Any) -> list[list[Any]]:
     """Makes a copy of the op for each tower, with the tower's number of rows in the shape."""
-    sizes, *others, gradient = map(m.parts, range(len(m.op.inputs)))
+    *others, gradient = map(m.parts, range(1, len(m.op.inputs)))
     shapes = m.make("Shape", [gradient], EACH, out_type=m.op.inputs[0].dtype)
     outputs: list[list[Any]] = m.copy([
-        m.with_entry(sizes, 0, m.entries(shapes, 0)), *others, gradient], EACH)
+        m.with_entry(0, 0, m.entries(shapes, 0)), *others, gradient], EACH)
     return outputs
 
 

@@ -100,7 +100,8 @@ def _spec_after(before: Sequence[Any] | None, after: Sequence[Any], spec: Sharde
             if spec.group == target.group and (front == ONE or same_times):
                 # All else is in front of the rows, as before, or behind them.
                 return dataclasses.replace(spec, dim=at, times=target.times)
-            if result is not None and positions([result]) == positions([target]):
+            if result is not None and result.times \
+                    and positions([result]) == positions([target]):
                 return result
         elif result is not None and (after[at] is None or isinstance(after[at], int)
                                      and before[spec.dim] is not None):
@@ -140,7 +141,7 @@ def _sizes_after(op: Op, requested: Sequence[Any] | None, target: Spec = REPLICA
 def _with_size(plan: Plan, op: Op, dim: int, size: int) -> Plan:
     """``plan``, where each tower's target shape gets ``size`` in dimension ``dim``."""
     def make(m: Any) -> Any:
-        return m.copy([m.parts(0), m.with_entry(m.parts(1), dim, m.constant(
-            size, op.inputs[1].dtype, EACH))], EACH)
+        return m.copy([m.parts(0), m.with_entry(
+            1, dim, m.constant(size, op.inputs[1].dtype, EACH))], EACH)
 
     return dataclasses.replace(plan, make=make, alone=0)

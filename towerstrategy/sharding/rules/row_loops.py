@@ -11,18 +11,19 @@ adds them to a total.  Where iterations depend on each other otherwise, the loop
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from towerstrategy.sharding.rules.entries import entries_of
 from towerstrategy.sharding.rules.lists import is_kept
-from towerstrategy.sharding.rules.registry import Op, Plan
+from towerstrategy.sharding.rules.registry import Op, Plan, Rule
 from towerstrategy.sharding.spec import (
     REPLICATED,
     ROW,
     SUM,
+    Filled,
     Index,
     InRow,
     MoreRows,
@@ -41,7 +42,7 @@ from towerstrategy.sharding.spec import (
 
 
 class DependsOnOthers(Exception):
-    """An iteration depends on more than its row."""
+    """It is not known that an iteration depends on its row alone."""
 
 
 # The variables of a loop.
@@ -61,7 +62,10 @@ def with_counters(body: Any, starts: Sequence[tf.Tensor], specs: Sequence[Spec])
 
 def variables(body: Any, starts: Sequence[tf.Tensor], counters: Sequence[Spec], more: Spec
               ) -> list[Spec] | None:
-    """The specs of a loop's variables in its body, ``more`` its condition's; None without rows."""
+    """The specs of a loop's variables in its body; None if it does not run once for each row.
+
+    ``more`` is the spec of its condition.
+    """
     if not isinstance(more, MoreRows):
         return None
     rows, found = more.rows, list[Spec]()
@@ -69,12 +73,13 @@ def variables(body: Any, starts: Sequence[tf.Tensor], counters: Sequence[Spec], 
         if isinstance(spec, Position):
             spec = Position(rows)
         elif isinstance(spec, RowList):
-            spec = dataclasses.replace(spec, is_new=False)
+            spec = dataclasses.replace(
+                spec, is_new=False, variable=None if is_kept(body, index) else index)
         elif not is_kept(body, index):
-            if start.dtype == tf.variant and not _is_empty(start):
+            if start.dtype == tf.string or start.dtype == tf.variant and not _is_empty(start):
                 return None
-            spec = RowList(None, rows) if start.dtype == tf.variant else Total(
-                spec if isinstance(spec, Sharded) else None)
+            spec = RowList(None, rows, variable=index) if start.dtype == tf.variant else Total(
+                index, spec if isinstance(spec, Sharded) else None)
         elif isinstance(spec, Partial):
             spec = REPLICATED
         found.append(spec)
@@ -82,12 +87,16 @@ def variables(body: Any, starts: Sequence[tf.Tensor], counters: Sequence[Spec], 
 
 
 def settled(before: Sequence[Spec], after: Sequence[Spec]) -> list[Spec] | None:
-    """The variables' specs after an iteration lets them be; None if they cannot be so."""
-    specs = [Total() if isinstance(spec, Position) and now != dataclasses.replace(spec, ahead=1)
-             else spec for spec, now in zip(before, after)]
-    fits = all(isinstance(spec, Position) or isinstance(was, Position) or spec == now
+    """The specs that fit what an iteration makes of the variables; None if none do.
+
+    What does not count the rows is a total.
+    """
+    specs = [Total(index) if isinstance(spec, Position) and now != Position(spec.rows, 1) else spec
+             for index, (spec, now) in enumerate(zip(before, after))]
+    fits = all(isinstance(was, Position) or spec == now
                or isinstance(spec, Replicated) and isinstance(now, Replicated)
-               or isinstance(spec, RowList) and isinstance(now, RowList) and spec.rows == now.rows
+               or isinstance(spec, RowList) and isinstance(now, RowList)
+               and dataclasses.replace(now, element=spec.element) == spec
                for was, spec, now in zip(before, specs, after))
     return specs if fits else None
 
@@ -97,9 +106,12 @@ def outside(before: Sequence[Spec], after: Sequence[Spec]) -> tuple[list[Spec], 
 
     All towers' last positions add up to the number of rows.
     """
-    takes = [spec.shards or SUM if isinstance(spec, Total) else spec for spec in before]
+    takes = [spec.shards or SUM if isinstance(spec, Total)
+             else dataclasses.replace(spec, variable=None) if isinstance(spec, RowList)
+             else spec for spec in before]
     gives = [spec.rows if isinstance(spec, Position) and spec.rows is not None
-             else now if isinstance(spec, RowList) else spec for spec, now in zip(takes, after)]
+             else dataclasses.replace(now, variable=None) if isinstance(now, RowList)
+             else spec for spec, now in zip(takes, after)]
     return takes, gives
 
 
@@ -117,22 +129,28 @@ def _is_empty(tensor_list: tf.Tensor) -> bool:
 # The plans of ops.
 
 
-def gathered(specs: Sequence[Spec]) -> list[Spec]:
-    """The specs, with new lists of rows' entries made once, with all rows."""
+def without_row_lists(specs: Sequence[Spec]) -> Sequence[Spec]:
+    """The specs, with lists of rows' entries as one list of all rows."""
+    if RowList not in map(type, specs):
+        return specs
     return [REPLICATED if isinstance(spec, RowList) else spec for spec in specs]
 
 
-def plan_of(op: Op, specs: Sequence[Spec]) -> Plan | None:
+def plan_of(op: Op, specs: Sequence[Spec], can_enter: bool) -> Plan | None:
     """The plan of an op on rows of a loop, or on lists of their entries; None if it has none.
+
+    ``can_enter`` says that the op calls functions, which may have plans.
 
     Raises:
       DependsOnOthers: the op is in a loop over rows and depends on more than the row.
     """
-    own_rule = NEW_LISTS.get(op.type) or _RULES.get(op.type)
+    if op.type not in _NEW_LISTS and _OF_ROWS.isdisjoint(map(type, specs)):
+        return None
+    own_rule = _RULES.get(op.type)
     plan = own_rule(op, specs) if own_rule is not None else None
-    if plan is None and not op.is_call and any(isinstance(spec, Row) for spec in specs):
+    if plan is None and any(isinstance(spec, Row) for spec in specs):
         plan = _of_the_row(op, specs)
-        if plan is None:
+        if plan is None and not can_enter:
             raise DependsOnOthers(op.type)
     return plan
 
@@ -179,9 +197,18 @@ def _add(op: Op, specs: Sequence[Spec]) -> Plan | None:
         if len(specs) == len(others) + 1 else None
     if total is None or not all(
             spec == InRow(total.shards) if total.shards else
-            spec == ROW or isinstance(spec, (Replicated, Position)) for spec in others):
+            _is_row_or_same(spec) or isinstance(spec, Position) for spec in others):
         return None
     return Plan([ROW if isinstance(spec, Position) else spec for spec in specs], [total])
+
+
+def _has_rows(entries: Spec) -> bool:
+    """Whether a list's entries are the rows', or it has none yet."""
+    return isinstance(entries, RowList) and entries.element in (None, ROW)
+
+
+def _is_row_or_same(spec: Spec) -> bool:
+    return spec == ROW or isinstance(spec, Replicated)
 
 
 def _less(op: Op, specs: Sequence[Spec]) -> Plan | None:
@@ -200,7 +227,10 @@ def _and(op: Op, specs: Sequence[Spec]) -> Plan | None:
 
 
 def _identity(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    return Plan(specs, specs, passes=True) if isinstance(specs[0], (Row, RowList)) else None
+    spec = specs[0]
+    if isinstance(spec, RowList):  # if it is not passed, the copy has no whole list
+        return Plan(specs, [dataclasses.replace(spec, is_new=False)], passes=True)
+    return Plan(specs, specs, passes=True)
 
 
 def _index(op: Op, specs: Sequence[Spec]) -> Plan | None:
@@ -221,9 +251,10 @@ def _row_of(op: Op, specs: Sequence[Spec]) -> Plan | None:
 
 def _gradient_of_row(op: Op, specs: Sequence[Spec]) -> Plan | None:
     size, *index, gradient = specs
-    fits = isinstance(size, Size) and not size.at and gradient == ROW \
-        and _is_slice_of_row(op, index, size.moved(0))
-    return Plan(specs, [InRow(size.shards(0))]) if fits and isinstance(size, Size) else None
+    if not isinstance(size, Size) or size.at or gradient != ROW \
+            or not _is_slice_of_row(op, index, size.moved(0)):
+        return None
+    return Plan(specs, [InRow(size.shards(0))])
 
 
 def _is_slice_of_row(op: Op, index: Sequence[Spec], rows: Size) -> bool:
@@ -237,11 +268,11 @@ def _is_slice_of_row(op: Op, index: Sequence[Spec], rows: Size) -> bool:
 def _set(op: Op, specs: Sequence[Spec]) -> Plan | None:
     """The entry of the row is put at its position."""
     entries, at, entry = specs
-    if not isinstance(entries, RowList) or at != Position(entries.rows) \
-            or not isinstance(entry, (Replicated, Position)) and entry != ROW:
+    if not isinstance(entries, RowList) or not _has_rows(entries) or at != Position(entries.rows) \
+            or not _is_row_or_same(entry) and not isinstance(entry, Position):
         return None
     return Plan([entries, at, ROW if isinstance(entry, Row) else REPLICATED],
-                [RowList(ROW, entries.rows)])
+                [dataclasses.replace(entries, element=ROW, is_new=False)])
 
 
 def _push(op: Op, specs: Sequence[Spec]) -> Plan | None:
@@ -249,31 +280,30 @@ def _push(op: Op, specs: Sequence[Spec]) -> Plan | None:
     entries, entry = specs
     entry = REPLICATED if isinstance(entry, Replicated) else entry
     if not isinstance(entries, RowList) or entries.element not in (None, entry) \
-            or not isinstance(entry, (Replicated, Position, Index, Size)) and entry != ROW:
+            or not isinstance(entry, (Replicated, Position, Index, Filled, Size)) and entry != ROW:
         return None
-    return Plan([entries, entry], [RowList(entry, entries.rows)])
+    return Plan([entries, entry], [dataclasses.replace(entries, element=entry, is_new=False)])
 
 
 def _get(op: Op, specs: Sequence[Spec]) -> Plan | None:
     entries, at, shape = specs
-    if not isinstance(entries, RowList) or at != Position(entries.rows) \
-            or entries.element not in (None, ROW) \
-            or not isinstance(shape, Replicated) and shape != ROW:
+    if not isinstance(entries, RowList) or not _has_rows(entries) or at != Position(entries.rows) \
+            or not _is_row_or_same(shape):
         return None
     return Plan(specs, [ROW])
 
 
 def _pop(op: Op, specs: Sequence[Spec]) -> Plan | None:
     entries, shape = specs
-    if not isinstance(entries, RowList) or not isinstance(shape, Replicated) and shape != ROW:
+    if not isinstance(entries, RowList) or not _is_row_or_same(shape):
         return None
-    return Plan(specs, [entries, entries.element or ROW])
+    return Plan(specs, [dataclasses.replace(entries, is_new=False), entries.element or ROW])
 
 
 def _stack(op: Op, specs: Sequence[Spec]) -> Plan | None:
     """The rows.  A tower without any needs the shape of a row."""
     entries, shape = specs[0], entries_of(op.inputs[1])
-    if not isinstance(entries, RowList) or entries.element not in (None, ROW) \
+    if not isinstance(entries, RowList) or not _has_rows(entries) or entries.variable is not None \
             or op.attr("num_elements") >= 0 or shape is None or not shape.ndim \
             or any(size is not None and size < 0 for size in shape):
         return None
@@ -281,13 +311,20 @@ def _stack(op: Op, specs: Sequence[Spec]) -> Plan | None:
 
 
 def _length(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    return Plan(specs, [specs[0].rows]) if isinstance(specs[0], RowList) else None
+    """The number of rows; less while the list is being filled."""
+    entries, = specs
+    if not isinstance(entries, RowList):
+        return None
+    return Plan(specs, [entries.rows if entries.variable is None else Filled()])
 
 
 def _resize(op: Op, specs: Sequence[Spec]) -> Plan | None:
+    """In the gradient of an entry that is put into a list: to the size that the list had."""
     entries, size = specs
-    fits = isinstance(entries, RowList) and isinstance(size, Size) and size.moved(0) == entries.rows
-    return Plan(specs, [entries]) if fits else None
+    if not isinstance(entries, RowList) or not isinstance(size, Filled) and (
+            not isinstance(size, Size) or size.moved(0) != entries.rows):
+        return None
+    return Plan(specs, [dataclasses.replace(entries, is_new=False)])
 
 
 def _element_shape(op: Op, specs: Sequence[Spec]) -> Plan | None:
@@ -295,21 +332,27 @@ def _element_shape(op: Op, specs: Sequence[Spec]) -> Plan | None:
 
 
 def _entry_by_entry(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    """Sums of lists, zeros like a list."""
-    lists = [spec for spec in specs if isinstance(spec, RowList) and (
-        spec.element in (None, ROW) or len(specs) == 1)]
-    if len(lists) < len(specs) or any(spec.rows != lists[0].rows for spec in lists):
+    """Sums of lists, of which one may be a variable."""
+    lists = [spec for spec in specs if isinstance(spec, RowList) and _has_rows(spec)]
+    variables = [spec.variable for spec in lists if spec.variable is not None]
+    if len(lists) < len(specs) or any(spec.rows != lists[0].rows for spec in lists) \
+            or len(variables) > 1:
         return None
-    return Plan(specs, [RowList(ROW, lists[0].rows)])
+    return Plan(specs, [RowList(ROW, lists[0].rows, variable=next(iter(variables), None))])
 
 
-_Rules = dict[str, Callable[[Op, Sequence[Spec]], "Plan | None"]]
-NEW_LISTS: _Rules = {"TensorListReserve": _new_reserved, "TensorListFromTensor": _new_from_tensor}
-_RULES: _Rules = {
+def _zeros(op: Op, specs: Sequence[Spec]) -> Plan | None:
+    return Plan(specs, [RowList(ROW, specs[0].rows)]) if isinstance(specs[0], RowList) else None
+
+
+_OF_ROWS = {Filled, Index, InRow, MoreRows, Position, Row, RowList, Total}
+_NEW_LISTS: dict[str, Rule] = {
+    "TensorListFromTensor": _new_from_tensor, "TensorListReserve": _new_reserved}
+_RULES: dict[str, Rule] = _NEW_LISTS | {
     "Add": _add, "AddN": _add, "AddV2": _add, "Identity": _identity, "Less": _less,
     "LogicalAnd": _and, "Pack": _index, "StridedSlice": _row_of,
     "StridedSliceGrad": _gradient_of_row, "TensorListElementShape": _element_shape,
     "TensorListGetItem": _get, "TensorListLength": _length, "TensorListPopBack": _pop,
     "TensorListPushBack": _push, "TensorListResize": _resize, "TensorListSetItem": _set,
-    "TensorListStack": _stack, "ZerosLike": _entry_by_entry,
+    "TensorListStack": _stack, "ZerosLike": _zeros,
 }
