@@ -13,7 +13,6 @@ import tensorflow as tf
 
 from towerstrategy.sharding.spec import (
     REPLICATED,
-    ROW,
     SUM,
     ListOf,
     OptionalOf,
@@ -67,8 +66,6 @@ def branch_output(condition: Any, specs: Sequence[Spec],
             return dataclasses.replace(lists[0], element=element)
         are_optionals = all(isinstance(each, OptionalOf) for each in lists)
         return OptionalOf(None, (condition, kept)) if are_optionals else REPLICATED
-    if all(spec == ROW or isinstance(spec, Replicated) for spec in specs) and ROW in specs:
-        return ROW
     is_sum = SUM in specs and all(isinstance(spec, Replicated) or spec == SUM for spec in specs)
     return SUM if is_sum else REPLICATED
 

@@ -24,7 +24,6 @@ from towerstrategy.sharding.rules.registry import Op, Plan
 from towerstrategy.sharding.spec import (
     MEAN,
     REPLICATED,
-    ROW,
     SUM,
     ListOf,
     OptionalOf,
@@ -141,7 +140,7 @@ class _Propagation:
 
     def _plan(self, operation: Op, specs: Sequence[Spec], nests: bool) -> Plan | None:
         """The plan of an operation with such inputs; None if it runs once, with all rows."""
-        plan = row_loops.plan_of(operation, specs, operation.is_call or operation.type in BRANCHES)
+        plan = row_loops.plan_of(operation, specs)
         if plan is not None:
             return plan
         if nests or not all(isinstance(spec, Replicated) for spec in specs):
@@ -252,8 +251,7 @@ class _Propagation:
                for spec, wanted in zip(layout.outputs, gives)):
             raise CannotGather(operation.type)
         local = all(is_local(layout, gives) for layout in layouts)
-        condition_spec = specs[0] if isinstance(specs[0], Row) else REPLICATED
-        return Nested([condition_spec, *specs[1:]], gives, layouts=layouts, local=local)
+        return Nested([REPLICATED, *specs[1:]], gives, layouts=layouts, local=local)
 
     def _loop(self, operation: Op, specs: Sequence[Spec]) -> Nested | None:
         condition, body = graphs.functions_of(operation.operation)
@@ -375,7 +373,7 @@ def _match(specs: Sequence[Spec], takes: Sequence[Spec], compiled: bool = False)
     """
     return all(spec == wanted or isinstance(spec, Sharded) and spec.uncounted == wanted
                or isinstance(spec, Replicated) and (
-        isinstance(wanted, (Replicated, ListOf)) or wanted in (SUM, ROW) and not compiled)
+        isinstance(wanted, (Replicated, ListOf)) or wanted == SUM and not compiled)
         or isinstance(spec, ListOf) and isinstance(wanted, ListOf)
         or isinstance(spec, Position) and isinstance(wanted, Row) and not compiled
         for spec, wanted in zip(specs, takes))

@@ -136,10 +136,8 @@ def without_row_lists(specs: Sequence[Spec]) -> Sequence[Spec]:
     return [REPLICATED if isinstance(spec, RowList) else spec for spec in specs]
 
 
-def plan_of(op: Op, specs: Sequence[Spec], can_enter: bool) -> Plan | None:
+def plan_of(op: Op, specs: Sequence[Spec]) -> Plan | None:
     """The plan of an op on rows of a loop, or on lists of their entries; None if it has none.
-
-    ``can_enter`` says that the op calls functions, which may have plans.
 
     Raises:
       DependsOnOthers: the op is in a loop over rows and depends on more than the row.
@@ -148,9 +146,9 @@ def plan_of(op: Op, specs: Sequence[Spec], can_enter: bool) -> Plan | None:
         return None
     own_rule = _RULES.get(op.type)
     plan = own_rule(op, specs) if own_rule is not None else None
-    if plan is None and any(isinstance(spec, Row) for spec in specs):
+    if plan is None and not op.is_call and any(isinstance(spec, Row) for spec in specs):
         plan = _of_the_row(op, specs)
-        if plan is None and not can_enter:
+        if plan is None:
             raise DependsOnOthers(op.type)
     return plan
 
