@@ -93,37 +93,6 @@ def as_many_times(h, w, x):
     return total(tf.reduce_sum(times.stack(), [0, 2]))
 
 
-def one_variable_becomes_another(h, w, x):
-    """Totals and lists that are handed on, so that an iteration sees what others have added."""
-    before = added = fibonacci = other = tf.constant(1., h.dtype)
-    one, two, last = (tf.TensorArray(h.dtype, size=tf.shape(x)[0], element_shape=[])
-                      for _ in range(3))
-    for i in tf.range(tf.shape(x)[0]):
-        before = added
-        added += h[i, 0]
-        fibonacci, other = other, fibonacci + h[i, 1]
-        one, two = two, one.write(i, h[i, 2])
-        last = tf.TensorArray(h.dtype, size=tf.shape(x)[0], element_shape=[]).write(i, h[i, 0])
-    return (added - before) * fibonacci * other + total(one.stack()) * total(two.stack()) \
-        + total(last.stack())
-
-
-def grown(h, w, x):
-    """The size of a list that is being filled."""
-    rows, added = tf.TensorArray(h.dtype, size=0, dynamic_size=True, element_shape=[]), 0
-    for i in tf.range(tf.shape(x)[0]):
-        rows = rows.write(i, h[i, 0])
-        added += rows.size() + tf.shape(rows.stack())[0]
-    return tf.cast(added, h.dtype) * total(rows.stack())
-
-
-def spelled(h, w, x):
-    text = tf.constant("")
-    for word in tf.strings.as_string(tf.cast(x[:, 0] * 9, tf.int32)):
-        text += word
-    return tf.cast(tf.strings.to_hash_bucket_fast(text, 99), h.dtype) * tf.reduce_sum(h)
-
-
 def scanned(h, w, x):
     return total(tf.scan(lambda state, row: state / 2 + row, h, tf.zeros([3], h.dtype))[:, 0])
 
@@ -190,10 +159,110 @@ def some_rows(h, w, x):
     return added
 
 
+def swapped(h, w, x):
+    """Without a gradient, whose loop would not run by rows either."""
+    rows, one, other = tf.stop_gradient(h), tf.constant(0., h.dtype), tf.constant(1., h.dtype)
+    for row in rows:
+        one, other = other, one + tf.reduce_sum(row)
+    return one + 10 * other
+
+
+def swapped_lists(h, w, x):
+    one, other = (tf.TensorArray(h.dtype, size=tf.shape(x)[0], element_shape=[]) for _ in "ab")
+    for i in tf.range(tf.shape(x)[0]):
+        one, other = other.write(i, tf.reduce_sum(h[i])), one.write(i, h[i, 0])
+    return total(one.stack()) + 3 * total(other.stack())
+
+
+def last_list(h, w, x):
+    rows, size = tf.stop_gradient(h), tf.shape(x)[0]
+    last = tf.TensorArray(h.dtype, size=size, element_shape=[])
+    for i in tf.range(size):
+        last = tf.TensorArray(h.dtype, size=size, element_shape=[]).write(i, rows[i, 0])
+    return total(last.stack())
+
+
+def sizes_of_a_list(h, w, x):
+    """A list that grows has as many entries as there are rows before, of all towers."""
+    rows, added = tf.stop_gradient(h), tf.constant(0., h.dtype)
+    entries = tf.TensorArray(h.dtype, size=0, dynamic_size=True, element_shape=[])
+    for i in tf.range(tf.shape(x)[0]):
+        added += tf.cast(entries.size(), h.dtype) * rows[i, 0]
+        entries = entries.write(i, rows[i, 1])
+        added += tf.cast(entries.size(), h.dtype)
+    return total(entries.stack()) + added
+
+
+def pushed(h, loops=1, times=1):
+    """A list, behind whose entries each iteration puts some."""
+    entries = tf.raw_ops.EmptyTensorList(element_shape=tf.zeros([0], tf.int32),
+                                         max_num_elements=-1, element_dtype=h.dtype)
+    for loop in range(loops):
+        for row in h:
+            for time in range(times):
+                entries = tf.raw_ops.TensorListPushBack(
+                    input_handle=entries, tensor=row[loop + time])
+    return entries
+
+
+def stacked(entries, h):
+    return total(tf.raw_ops.TensorListStack(
+        input_handle=entries, element_shape=tf.zeros([0], tf.int32), element_dtype=h.dtype))
+
+
+def pushed_twice(h, w, x):
+    return stacked(pushed(h, times=2), h)
+
+
+def pushed_in_two_loops(h, w, x):
+    return stacked(pushed(h, loops=2), h)
+
+
+def last_first(h, w, x):
+    """What is taken out of a list is that of the last row first."""
+    entries, added = pushed(h), tf.constant(0., h.dtype)
+    for i in tf.range(tf.shape(x)[0]):
+        entries, entry = tf.raw_ops.TensorListPopBack(
+            input_handle=entries, element_shape=tf.zeros([0], tf.int32), element_dtype=h.dtype)
+        added += entry * h[i, 0]
+    return added
+
+
+def lists_added(h, w, x):
+    """All entries change in each iteration."""
+    entries, others = (tf.TensorArray(h.dtype, tf.shape(x)[0]).unstack(h[:, column]).flow
+                       for column in (0, 1))
+    for _ in tf.range(tf.shape(x)[0]):
+        entries = tf.raw_ops.AddN(inputs=[entries, others])
+    return stacked(entries, h)
+
+
+def texts_joined(h, w, x):
+    text = tf.constant("a")
+    for row in h:
+        text += tf.strings.as_string(row[0] > 0)
+    return tf.cast(tf.strings.to_hash_bucket_fast(text, 1000), h.dtype) + tf.reduce_sum(h)
+
+
+def rows_of_lengths(h, w, x):
+    rows = tf.map_fn(lambda row: row[:2], tf.stop_gradient(h),
+                     fn_output_signature=tf.RaggedTensorSpec([None], h.dtype, ragged_rank=0))
+    return tf.reduce_sum(rows)
+
+
+def subtracted(h, w, x):
+    left = tf.constant(1., h.dtype)
+    for row in h:
+        left -= tf.reduce_sum(row ** 2)
+    return left
+
+
 BY_ROW = [mapped, mapped_with_branches_and_loops, numbered, statistics_of_all, each_row, indexed,
-          written, several_a_row, as_many_times]
-NOT_BY_ROW = [indices_written, one_variable_becomes_another, grown, spelled, scanned, decayed,
-              largest, until, rows_before, other_rows, changed_rows, stepped, some_rows]
+          written, several_a_row, as_many_times, subtracted]
+NOT_BY_ROW = [indices_written, scanned, decayed, largest, until, rows_before, other_rows,
+              changed_rows, stepped, some_rows]
+ALONE = [swapped, swapped_lists, last_list, sizes_of_a_list, pushed_twice, pushed_in_two_loops,
+         last_first, lists_added, texts_joined, rows_of_lengths]
 
 
 def results(strategy, losses, rows):
@@ -204,7 +273,8 @@ def results(strategy, losses, rows):
         with tf.GradientTape() as tape:
             tape.watch(x)
             found = [loss(x @ weights, weights, x) for loss in losses]
-        return found, list(map(tf.convert_to_tensor, tape.gradient(found, [weights, x])))
+        return found, list(map(tf.convert_to_tensor, tape.gradient(
+            found, [weights, x], unconnected_gradients="zero")))
 
     signature = [tf.TensorSpec([None, 3], tf.float64)]
     run = strategy.function(step, signature) if strategy else tf.function(step, signature)
@@ -233,6 +303,11 @@ class RowLoopsTest(parameterized.TestCase):
         strategy = towerstrategy.TowerStrategy(DEVICES[:3])
         self.check(strategy, NOT_BY_ROW)
         self.assertNotEmpty(strategy.extended.done_with_all_rows)
+
+    @parameterized.parameters(ALONE)
+    def test_a_step_of_one_loop(self, loss):
+        """Else variables or entries of other iterations are taken for the row's own."""
+        self.check(towerstrategy.TowerStrategy(DEVICES[:3]), [loss])
 
     def test_one_that_runs_once_beside_one_that_does_not(self):
         """Else one loop makes another one slow, or its lists are taken for all rows'."""

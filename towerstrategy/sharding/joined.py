@@ -54,9 +54,12 @@ def branch_output(condition: Any, specs: Sequence[Spec],
       empty: whether the output of a branch, by number, is a list without entries, or with entries
         of a spec; then each tower can have a list of its own.
     """
-    first = specs[0]
-    if all(spec == first for spec in specs):
-        return dataclasses.replace(first, is_new=False) if isinstance(first, RowList) else first
+    specs = [dataclasses.replace(spec, is_new=False, zeros=False) if isinstance(spec, RowList)
+             else spec for spec in specs]
+    if all(spec == specs[0] for spec in specs):
+        return specs[0]
+    if any(isinstance(spec, RowList) for spec in specs):
+        return REPLICATED
     lists = [spec for spec in specs if isinstance(spec, ListOf)]
     if lists:
         element = next((each.element for each in lists if each.element is not None), None)

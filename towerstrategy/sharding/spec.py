@@ -214,12 +214,21 @@ class RowList(ListOf):
     Attributes:
       rows: how many rows there are.
       is_new: whether the op that makes it can make the whole list as well.
-      variable: the index of the loop's variable that it is, while iterations put entries into it.
+      variable: in a loop over the rows: the variable that it is, or is in the next iteration; None
+        if it is none, or comes of others.
+      grown: by how many entries the iteration has made it longer.
+      zeros: whether all entries are zeros, but that of the iteration's row.
+      backwards: whether a loop that goes from the last row to the first has put the entries in.
+
+    Without an element, it has no entries yet: each iteration adds one.
     """
 
     rows: Size = Size()
     is_new: bool = False
     variable: int | None = None
+    grown: int = 0
+    zeros: bool = False
+    backwards: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -236,10 +245,13 @@ class Position(Row):
 
     Attributes:
       rows: how many rows there are; None while that is unknown.
+      backwards: whether it is that of the iteration only, in a loop that goes from the last row to
+        the first one.
     """
 
     rows: Size | None = None
     ahead: int = 0
+    backwards: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -255,11 +267,6 @@ class Index(Row):
 
     rows: Size | None
     ahead: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Filled(Row):
-    """The number of entries of a list that is being filled; a tower counts its own."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import tensorflow as tf
 
@@ -23,7 +23,6 @@ from towerstrategy.sharding.spec import (
     REPLICATED,
     ROW,
     SUM,
-    Filled,
     Index,
     InRow,
     MoreRows,
@@ -72,16 +71,18 @@ def variables(body: Any, starts: Sequence[tf.Tensor], counters: Sequence[Spec], 
     for index, (start, spec) in enumerate(zip(starts, counters)):
         if isinstance(spec, Position):
             spec = Position(rows)
-        elif isinstance(spec, RowList):
-            spec = dataclasses.replace(
-                spec, is_new=False, variable=None if is_kept(body, index) else index)
-        elif not is_kept(body, index):
-            if start.dtype == tf.string or start.dtype == tf.variant and not _is_empty(start):
+        elif is_kept(body, index):
+            spec = REPLICATED if isinstance(spec, Partial) else _plain(spec)
+        elif isinstance(spec, RowList) or start.dtype == tf.variant and _is_empty(start):
+            entries = _without_iteration(spec) if isinstance(spec, RowList) \
+                else RowList(None, rows)
+            if entries.rows != rows:
                 return None
-            spec = RowList(None, rows, variable=index) if start.dtype == tf.variant else Total(
-                index, spec if isinstance(spec, Sharded) else None)
-        elif isinstance(spec, Partial):
-            spec = REPLICATED
+            spec = dataclasses.replace(entries, variable=index)
+        elif start.dtype.is_integer or start.dtype.is_floating or start.dtype.is_complex:
+            spec = Total(index, spec if isinstance(spec, Sharded) else None)
+        else:
+            return None
         found.append(spec)
     return found
 
@@ -91,12 +92,18 @@ def settled(before: Sequence[Spec], after: Sequence[Spec]) -> list[Spec] | None:
 
     What does not count the rows is a total.
     """
-    specs = [Total(index) if isinstance(spec, Position) and now != Position(spec.rows, 1) else spec
-             for index, (spec, now) in enumerate(zip(before, after))]
-    fits = all(isinstance(was, Position) or spec == now
+    popped = {spec.backwards for spec in after if isinstance(spec, RowList) and spec.grown < 0}
+    if len(popped) > 1:
+        return None
+    specs = [Total(index) if isinstance(spec, Position) and now != dataclasses.replace(
+        spec, ahead=1) else dataclasses.replace(spec, backwards=False in popped)
+        if isinstance(spec, Position) or isinstance(spec, RowList) and spec.element is None
+        else spec for index, (spec, now) in enumerate(zip(before, after))]
+    fits = all(isinstance(spec, Position) or isinstance(was, Position) or spec == now
                or isinstance(spec, Replicated) and isinstance(now, Replicated)
                or isinstance(spec, RowList) and isinstance(now, RowList)
-               and dataclasses.replace(now, element=spec.element) == spec
+               and spec.variable is not None and now.variable == spec.variable
+               and (now.grown > 0 or spec.element is not None)
                for was, spec, now in zip(before, specs, after))
     return specs if fits else None
 
@@ -106,13 +113,21 @@ def outside(before: Sequence[Spec], after: Sequence[Spec]) -> tuple[list[Spec], 
 
     All towers' last positions add up to the number of rows.
     """
-    takes = [spec.shards or SUM if isinstance(spec, Total)
-             else dataclasses.replace(spec, variable=None) if isinstance(spec, RowList)
-             else spec for spec in before]
+    takes = [spec.shards or SUM if isinstance(spec, Total) else _plain(spec) for spec in before]
     gives = [spec.rows if isinstance(spec, Position) and spec.rows is not None
-             else dataclasses.replace(now, variable=None) if isinstance(now, RowList)
-             else spec for spec, now in zip(takes, after)]
+             else _plain(now) if isinstance(spec, RowList) else spec
+             for spec, now in zip(takes, after)]
     return takes, gives
+
+
+def _plain(spec: Spec) -> Spec:
+    return _without_iteration(spec) if isinstance(spec, RowList) else spec
+
+
+def _without_iteration(entries: RowList) -> RowList:
+    """The spec of a list without what it says of the iteration."""
+    return RowList(entries.element if entries.grown >= 0 else None, entries.rows,
+                   backwards=entries.backwards)
 
 
 def _is_zero(tensor: tf.Tensor) -> bool:
@@ -157,17 +172,21 @@ def _of_the_row(op: Op, specs: Sequence[Spec]) -> Plan | None:
     """The plan of any op without a state: its outputs are the row's."""
     if op.has_state or op.handles or not all(
             spec == ROW or isinstance(spec, Replicated)
-            or isinstance(spec, Position) and spec.rows is not None for spec in specs):
+            or _is_row_number(spec) for spec in specs):
         return None
     return Plan([ROW if isinstance(spec, Row) else REPLICATED for spec in specs],
                 [ROW] * len(op.outputs))
+
+
+def _is_row_number(spec: Spec) -> bool:
+    return isinstance(spec, Position) and spec.rows is not None and not spec.backwards
 
 
 def _new_reserved(op: Op, specs: Sequence[Spec]) -> Plan | None:
     shape, rows = specs
     if not isinstance(shape, Replicated) or not isinstance(rows, Size) or not _is_counted(rows):
         return None
-    return Plan([REPLICATED, rows], [RowList(None, rows.moved(0), is_new=True)])
+    return Plan([REPLICATED, rows], [RowList(ROW, rows.moved(0), is_new=True, zeros=True)])
 
 
 def _new_from_tensor(op: Op, specs: Sequence[Spec]) -> Plan | None:
@@ -175,7 +194,7 @@ def _new_from_tensor(op: Op, specs: Sequence[Spec]) -> Plan | None:
     if not isinstance(spec, Sharded) or spec.dim or not _is_counted(spec) \
             or not isinstance(shape, Replicated):
         return None
-    return Plan([spec, REPLICATED], [RowList(None, spec.size, is_new=True)])
+    return Plan([spec, REPLICATED], [RowList(ROW, spec.size, is_new=True)])
 
 
 def _is_counted(spec: Sharded | Size) -> bool:
@@ -195,18 +214,13 @@ def _add(op: Op, specs: Sequence[Spec]) -> Plan | None:
         if len(specs) == len(others) + 1 else None
     if total is None or not all(
             spec == InRow(total.shards) if total.shards else
-            _is_row_or_same(spec) or isinstance(spec, Position) for spec in others):
+            spec == ROW or isinstance(spec, Replicated) or _is_row_number(spec) for spec in others):
         return None
     return Plan([ROW if isinstance(spec, Position) else spec for spec in specs], [total])
 
 
-def _has_rows(entries: Spec) -> bool:
-    """Whether a list's entries are the rows', or it has none yet."""
-    return isinstance(entries, RowList) and entries.element in (None, ROW)
-
-
-def _is_row_or_same(spec: Spec) -> bool:
-    return spec == ROW or isinstance(spec, Replicated)
+def _subtract(op: Op, specs: Sequence[Spec]) -> Plan | None:
+    return _add(op, specs) if isinstance(specs[0], Total) else None
 
 
 def _less(op: Op, specs: Sequence[Spec]) -> Plan | None:
@@ -234,7 +248,7 @@ def _identity(op: Op, specs: Sequence[Spec]) -> Plan | None:
 def _index(op: Op, specs: Sequence[Spec]) -> Plan | None:
     """An index such as [i, 0], where i is the position."""
     first = specs[0]
-    if not isinstance(first, Position) or op.out_rank() != 1 \
+    if not isinstance(first, Position) or first.backwards or op.out_rank() != 1 \
             or not all(isinstance(spec, Replicated) for spec in specs[1:]):
         return None
     return Plan(specs, [Index(first.rows, first.ahead)])
@@ -266,63 +280,74 @@ def _is_slice_of_row(op: Op, index: Sequence[Spec], rows: Size) -> bool:
 def _set(op: Op, specs: Sequence[Spec]) -> Plan | None:
     """The entry of the row is put at its position."""
     entries, at, entry = specs
-    if not isinstance(entries, RowList) or not _has_rows(entries) or at != Position(entries.rows) \
-            or not _is_row_or_same(entry) and not isinstance(entry, Position):
+    if not isinstance(entries, RowList) or at != Position(entries.rows) \
+            or not isinstance(entry, Replicated) and entry != ROW and not _is_row_number(entry):
         return None
+    grown = 1 if entries.element is None else entries.grown
     return Plan([entries, at, ROW if isinstance(entry, Row) else REPLICATED],
-                [dataclasses.replace(entries, element=ROW, is_new=False)])
+                [dataclasses.replace(entries, element=ROW, is_new=False, grown=grown)])
 
 
 def _push(op: Op, specs: Sequence[Spec]) -> Plan | None:
     """An entry is put behind those of the rows before; the gradient's loop takes it from there."""
     entries, entry = specs
     entry = REPLICATED if isinstance(entry, Replicated) else entry
-    if not isinstance(entries, RowList) or entries.element not in (None, entry) \
-            or not isinstance(entry, (Replicated, Position, Index, Filled, Size)) and entry != ROW:
+    if not isinstance(entries, RowList) or entries.element is not None \
+            or not isinstance(entry, (Replicated, Index, Size)) and entry != ROW \
+            and not _is_row_number(entry):
         return None
-    return Plan([entries, entry], [dataclasses.replace(entries, element=entry, is_new=False)])
+    return Plan([entries, entry], [dataclasses.replace(entries, element=entry, grown=1)])
 
 
 def _get(op: Op, specs: Sequence[Spec]) -> Plan | None:
     entries, at, shape = specs
-    if not isinstance(entries, RowList) or not _has_rows(entries) or at != Position(entries.rows) \
-            or not _is_row_or_same(shape):
+    if not isinstance(entries, RowList) or at != Position(entries.rows) \
+            or entries.element != ROW or entries.grown < 0 \
+            or not isinstance(shape, Replicated) and shape != ROW:
         return None
     return Plan(specs, [ROW])
 
 
 def _pop(op: Op, specs: Sequence[Spec]) -> Plan | None:
     entries, shape = specs
-    if not isinstance(entries, RowList) or not _is_row_or_same(shape):
+    if not _is_full(entries) or not isinstance(shape, Replicated) and shape != ROW:
         return None
-    return Plan(specs, [dataclasses.replace(entries, is_new=False), entries.element or ROW])
+    return Plan(specs, [dataclasses.replace(entries, grown=-1), entries.element or ROW])
 
 
 def _stack(op: Op, specs: Sequence[Spec]) -> Plan | None:
     """The rows.  A tower without any needs the shape of a row."""
     entries, shape = specs[0], entries_of(op.inputs[1])
-    if not isinstance(entries, RowList) or not _has_rows(entries) or entries.variable is not None \
-            or op.attr("num_elements") >= 0 or shape is None or not shape.ndim \
-            or any(size is not None and size < 0 for size in shape):
+    if not _is_full(entries) or entries.element != ROW or entries.variable is not None:
+        return None
+    if op.outputs[0].dtype == tf.variant or op.attr("num_elements") >= 0 or shape is None \
+            or not shape.ndim or any(size is not None and size < 0 for size in shape):
         return None
     return Plan([entries, REPLICATED], [entries.rows.shards(0)])
 
 
 def _length(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    """The number of rows; less while the list is being filled."""
     entries, = specs
-    if not isinstance(entries, RowList):
+    if _is_full(entries):
+        return Plan(specs, [entries.rows])
+    if not isinstance(entries, RowList) or entries.variable is None or entries.grown < 0:
         return None
-    return Plan(specs, [entries.rows if entries.variable is None else Filled()])
+    return Plan(specs, [Position(entries.rows, entries.grown, entries.backwards)])
+
+
+def _is_full(spec: Spec) -> TypeGuard[RowList]:
+    """Whether it is a list that has an entry for each row, also if an iteration is the last."""
+    return isinstance(spec, RowList) and spec.element is not None and not spec.grown
 
 
 def _resize(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    """In the gradient of an entry that is put into a list: to the size that the list had."""
     entries, size = specs
-    if not isinstance(entries, RowList) or not isinstance(size, Filled) and (
-            not isinstance(size, Size) or size.moved(0) != entries.rows):
+    if not _is_full(entries):
         return None
-    return Plan(specs, [dataclasses.replace(entries, is_new=False)])
+    if size == Position(entries.rows):  # without the rows of earlier iterations, and this one
+        return Plan(specs, [dataclasses.replace(entries, grown=-1)])
+    fits = isinstance(size, Size) and size.moved(0) == entries.rows
+    return Plan(specs, [entries]) if fits else None
 
 
 def _element_shape(op: Op, specs: Sequence[Spec]) -> Plan | None:
@@ -330,20 +355,21 @@ def _element_shape(op: Op, specs: Sequence[Spec]) -> Plan | None:
 
 
 def _entry_by_entry(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    """Sums of lists, of which one may be a variable."""
-    lists = [spec for spec in specs if isinstance(spec, RowList) and _has_rows(spec)]
-    variables = [spec.variable for spec in lists if spec.variable is not None]
-    if len(lists) < len(specs) or any(spec.rows != lists[0].rows for spec in lists) \
-            or len(variables) > 1:
+    """Sums of lists, zeros like a list.  An iteration adds to the entry of its row only."""
+    lists = [spec for spec in specs if _is_full(spec)]
+    if len(lists) < len(specs) or any(spec.rows != lists[0].rows for spec in lists):
         return None
-    return Plan(specs, [RowList(ROW, lists[0].rows, variable=next(iter(variables), None))])
+    if op.type == "ZerosLike":
+        return Plan(specs, [RowList(ROW, lists[0].rows, zeros=True)])
+    variable = next((spec.variable for spec in lists if spec.variable is not None), None)
+    zeros = [spec.zeros for spec in lists]
+    if any(spec.element != ROW for spec in lists) \
+            or variable is not None and zeros.count(False) != 1:
+        return None
+    return Plan(specs, [RowList(ROW, lists[0].rows, variable=variable, zeros=all(zeros))])
 
 
-def _zeros(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    return Plan(specs, [RowList(ROW, specs[0].rows)]) if isinstance(specs[0], RowList) else None
-
-
-_OF_ROWS = {Filled, Index, InRow, MoreRows, Position, Row, RowList, Total}
+_OF_ROWS = {Index, InRow, MoreRows, Position, Row, RowList, Total}
 _NEW_LISTS: dict[str, Rule] = {
     "TensorListFromTensor": _new_from_tensor, "TensorListReserve": _new_reserved}
 _RULES: dict[str, Rule] = _NEW_LISTS | {
@@ -352,5 +378,5 @@ _RULES: dict[str, Rule] = _NEW_LISTS | {
     "StridedSliceGrad": _gradient_of_row, "TensorListElementShape": _element_shape,
     "TensorListGetItem": _get, "TensorListLength": _length, "TensorListPopBack": _pop,
     "TensorListPushBack": _push, "TensorListResize": _resize, "TensorListSetItem": _set,
-    "TensorListStack": _stack, "ZerosLike": _zeros,
+    "Sub": _subtract, "TensorListStack": _stack, "ZerosLike": _entry_by_entry,
 }
