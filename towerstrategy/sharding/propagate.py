@@ -140,7 +140,9 @@ class _Propagation:
 
     def _plan(self, operation: Op, specs: Sequence[Spec], nests: bool) -> Plan | None:
         """The plan of an operation with such inputs; None if it runs once, with all rows."""
-        plan = row_loops.plan_of(operation, specs)
+        of_rows = operation.type in row_loops.NEW_LISTS \
+            or not row_loops.OF_ROWS.isdisjoint(map(type, specs))
+        plan = row_loops.plan_of(operation, specs) if of_rows else None
         if plan is not None:
             return plan
         if nests or not all(isinstance(spec, Replicated) for spec in specs):
@@ -148,7 +150,7 @@ class _Propagation:
                 return self._call(operation, specs)
             if operation.type in (*BRANCHES, *LOOPS):
                 return self._control_flow(operation, specs)
-        specs = row_loops.without_row_lists(specs)
+        specs = row_loops.without_row_lists(specs) if of_rows else specs
         plan = registry.plan_of(operation, specs)
         if plan is None and self._keeps_parts:
             plan = scaling.plan_of_parts(operation, specs)

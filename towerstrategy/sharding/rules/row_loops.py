@@ -144,10 +144,8 @@ def _is_empty(tensor_list: tf.Tensor) -> bool:
 # The plans of ops.
 
 
-def without_row_lists(specs: Sequence[Spec]) -> Sequence[Spec]:
+def without_row_lists(specs: Sequence[Spec]) -> list[Spec]:
     """The specs, with lists of rows' entries as one list of all rows."""
-    if RowList not in map(type, specs):
-        return specs
     return [REPLICATED if isinstance(spec, RowList) else spec for spec in specs]
 
 
@@ -157,8 +155,6 @@ def plan_of(op: Op, specs: Sequence[Spec]) -> Plan | None:
     Raises:
       DependsOnOthers: the op is in a loop over rows and depends on more than the row.
     """
-    if op.type not in _NEW_LISTS and _OF_ROWS.isdisjoint(map(type, specs)):
-        return None
     own_rule = _RULES.get(op.type)
     plan = own_rule(op, specs) if own_rule is not None else None
     if plan is None and not op.is_call and any(isinstance(spec, Row) for spec in specs):
@@ -369,10 +365,10 @@ def _entry_by_entry(op: Op, specs: Sequence[Spec]) -> Plan | None:
     return Plan(specs, [RowList(ROW, lists[0].rows, variable=variable, zeros=all(zeros))])
 
 
-_OF_ROWS = {Index, InRow, MoreRows, Position, Row, RowList, Total}
-_NEW_LISTS: dict[str, Rule] = {
+OF_ROWS = {Index, InRow, MoreRows, Position, Row, RowList, Total}
+NEW_LISTS: dict[str, Rule] = {
     "TensorListFromTensor": _new_from_tensor, "TensorListReserve": _new_reserved}
-_RULES: dict[str, Rule] = _NEW_LISTS | {
+_RULES: dict[str, Rule] = NEW_LISTS | {
     "Add": _add, "AddN": _add, "AddV2": _add, "Identity": _identity, "Less": _less,
     "LogicalAnd": _and, "Pack": _index, "StridedSlice": _row_of,
     "StridedSliceGrad": _gradient_of_row, "TensorListElementShape": _element_shape,
