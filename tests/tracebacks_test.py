@@ -11,6 +11,7 @@ import tf_keras
 from absl.testing import absltest, parameterized
 
 import towerstrategy
+import wide
 
 PACKAGE = os.path.dirname(towerstrategy.__file__)
 X, Y = np.ones([7, 3], "float32"), np.ones([7, 1], "float32")
@@ -73,7 +74,7 @@ class TracebacksTest(parameterized.TestCase):
         self.addCleanup(tf.debugging.enable_traceback_filtering)
         self.assertGreater(self.ours(lambda: self.strategy.run(bug, (self.strategy.split(X),))), 5)
 
-    @parameterized.product(kit=("keras", "tf_keras"), eager=(True, False), rule=("SGD", "Adam"))
+    @wide.product(kit=("keras", "tf_keras"), eager=(True, False), rule=("SGD", "Adam"))
     def test_made_outside_of_the_scope(self, kit, eager, rule):
         """Else who forgets the scope reads of colocation, or gets the statistics of a tower."""
         kit = {"keras": keras, "tf_keras": tf_keras}[kit]

@@ -179,7 +179,7 @@ class BatchNormTest(parameterized.TestCase):
         self.assertTrue(waits[True])
         self.assertFalse(waits[False])
 
-    @wide.parameters(("keras", True, True), wide=[
+    @wide.parameters(wide=[
         *((kit, together, in_branch) for kit in KITS for together in (True, False)
           for in_branch in (True, False))])
     def test_gradients_of_gradients(self, kit, together, in_branch):

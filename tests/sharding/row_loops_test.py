@@ -304,7 +304,7 @@ class RowLoopsTest(parameterized.TestCase):
         self.check(strategy, NOT_BY_ROW)
         self.assertNotEmpty(strategy.extended.done_with_all_rows)
 
-    @parameterized.parameters(ALONE)
+    @wide.parameters(*ALONE[::3], wide=[loss for loss in ALONE if loss not in ALONE[::3]])
     def test_a_step_of_one_loop(self, loss):
         """Else variables or entries of other iterations are taken for the row's own."""
         self.check(towerstrategy.TowerStrategy(DEVICES[:3]), [loss])

@@ -276,7 +276,8 @@ def _is_slice_of_row(op: Op, index: Sequence[Spec], rows: Size) -> bool:
 def _set(op: Op, specs: Sequence[Spec]) -> Plan | None:
     """The entry of the row is put at its position."""
     entries, at, entry = specs
-    if not isinstance(entries, RowList) or at != Position(entries.rows) \
+    if not isinstance(entries, RowList) or entries.element not in (None, ROW) \
+            or at != Position(entries.rows) \
             or not isinstance(entry, Replicated) and entry != ROW and not _is_row_number(entry):
         return None
     grown = 1 if entries.element is None else entries.grown
@@ -306,7 +307,8 @@ def _get(op: Op, specs: Sequence[Spec]) -> Plan | None:
 
 def _pop(op: Op, specs: Sequence[Spec]) -> Plan | None:
     entries, shape = specs
-    if not _is_full(entries) or not isinstance(shape, Replicated) and shape != ROW:
+    if not _is_full(entries) or entries.variable is None \
+            or not isinstance(shape, Replicated) and shape != ROW:
         return None
     return Plan(specs, [dataclasses.replace(entries, grown=-1), entries.element or ROW])
 
@@ -343,7 +345,7 @@ def _resize(op: Op, specs: Sequence[Spec]) -> Plan | None:
     if size == Position(entries.rows):  # without the rows of earlier iterations, and this one
         return Plan(specs, [dataclasses.replace(entries, grown=-1)])
     fits = isinstance(size, Size) and size.moved(0) == entries.rows
-    return Plan(specs, [entries]) if fits else None
+    return Plan(specs, [dataclasses.replace(entries, is_new=False)]) if fits else None
 
 
 def _element_shape(op: Op, specs: Sequence[Spec]) -> Plan | None:
