@@ -74,9 +74,8 @@ def variables(body: Any, starts: Sequence[tf.Tensor], counters: Sequence[Spec], 
         elif is_kept(body, index):
             spec = REPLICATED if isinstance(spec, Partial) else _plain(spec)
         elif isinstance(spec, RowList) or start.dtype == tf.variant and _is_empty(start):
-            entries = _without_iteration(spec) if isinstance(spec, RowList) \
-                else RowList(None, rows)
-            if entries.rows != rows:
+            entries = _plain(spec) if isinstance(spec, RowList) else RowList(None, rows)
+            if not isinstance(entries, RowList) or entries.rows != rows:
                 return None
             spec = dataclasses.replace(entries, variable=index)
         elif start.dtype.is_integer or start.dtype.is_floating or start.dtype.is_complex:
@@ -95,17 +94,27 @@ def settled(before: Sequence[Spec], after: Sequence[Spec]) -> list[Spec] | None:
     popped = {spec.backwards for spec in after if isinstance(spec, RowList) and spec.grown < 0}
     if len(popped) > 1:
         return None
-    specs = [Total(index) if isinstance(spec, Position) and now != dataclasses.replace(
-        spec, ahead=1) else dataclasses.replace(spec, backwards=False in popped)
-        if isinstance(spec, Position) or isinstance(spec, RowList) and spec.element is None
-        else spec for index, (spec, now) in enumerate(zip(before, after))]
-    fits = all(isinstance(spec, Position) or isinstance(was, Position) or spec == now
-               or isinstance(spec, Replicated) and isinstance(now, Replicated)
-               or isinstance(spec, RowList) and isinstance(now, RowList)
-               and spec.variable is not None and now.variable == spec.variable
-               and (now.grown > 0 or spec.element is not None)
-               for was, spec, now in zip(before, specs, after))
-    return specs if fits else None
+    specs: list[Spec] = []
+    for index, (spec, now) in enumerate(zip(before, after)):
+        if isinstance(spec, Position):
+            counts = now == dataclasses.replace(spec, ahead=1)
+            specs.append(dataclasses.replace(spec, backwards=False in popped) if counts
+                         else Total(index))
+            continue
+        if isinstance(spec, RowList) and spec.element is None:
+            spec = dataclasses.replace(spec, backwards=False in popped)
+        if not _is_still(spec, now):
+            return None
+        specs.append(spec)
+    return specs
+
+
+def _is_still(spec: Spec, now: Spec) -> bool:
+    """Whether a variable that does not count the rows has this spec after an iteration, too."""
+    if isinstance(spec, RowList) and isinstance(now, RowList) and spec.variable is not None:
+        return spec == now or now.variable == spec.variable and (
+            now.grown > 0 or spec.element is not None)
+    return spec == now or isinstance(spec, Replicated) and isinstance(now, Replicated)
 
 
 def outside(before: Sequence[Spec], after: Sequence[Spec]) -> tuple[list[Spec], list[Spec]]:
@@ -121,13 +130,10 @@ def outside(before: Sequence[Spec], after: Sequence[Spec]) -> tuple[list[Spec], 
 
 
 def _plain(spec: Spec) -> Spec:
-    return _without_iteration(spec) if isinstance(spec, RowList) else spec
-
-
-def _without_iteration(entries: RowList) -> RowList:
-    """The spec of a list without what it says of the iteration."""
-    return RowList(entries.element if entries.grown >= 0 else None, entries.rows,
-                   backwards=entries.backwards)
+    """The spec without what that of a list says of the iteration."""
+    if not isinstance(spec, RowList):
+        return spec
+    return RowList(spec.element if spec.grown >= 0 else None, spec.rows, backwards=spec.backwards)
 
 
 def _is_zero(tensor: tf.Tensor) -> bool:
@@ -166,12 +172,18 @@ def plan_of(op: Op, specs: Sequence[Spec]) -> Plan | None:
 
 def _of_the_row(op: Op, specs: Sequence[Spec]) -> Plan | None:
     """The plan of any op without a state: its outputs are the row's."""
-    if op.has_state or op.handles or not all(
-            spec == ROW or isinstance(spec, Replicated)
-            or _is_row_number(spec) for spec in specs):
+    if op.has_state or op.handles or not all(map(_is_one_devices, specs)):
         return None
-    return Plan([ROW if isinstance(spec, Row) else REPLICATED for spec in specs],
-                [ROW] * len(op.outputs))
+    return Plan(list(map(_one_devices, specs)), [ROW] * len(op.outputs))
+
+
+def _is_one_devices(spec: Spec) -> bool:
+    """Whether a tower has, or can make, what one device has in the iteration of the same row."""
+    return spec == ROW or isinstance(spec, Replicated) or _is_row_number(spec)
+
+
+def _one_devices(spec: Spec) -> Spec:
+    return ROW if isinstance(spec, Row) else REPLICATED
 
 
 def _is_row_number(spec: Spec) -> bool:
@@ -209,8 +221,8 @@ def _add(op: Op, specs: Sequence[Spec]) -> Plan | None:
     total = next(spec for spec in specs if isinstance(spec, Total)) \
         if len(specs) == len(others) + 1 else None
     if total is None or not all(
-            spec == InRow(total.shards) if total.shards else
-            spec == ROW or isinstance(spec, Replicated) or _is_row_number(spec) for spec in others):
+            spec == InRow(total.shards) if total.shards else _is_one_devices(spec)
+            for spec in others):
         return None
     return Plan([ROW if isinstance(spec, Position) else spec for spec in specs], [total])
 
@@ -267,7 +279,7 @@ def _gradient_of_row(op: Op, specs: Sequence[Spec]) -> Plan | None:
 
 def _is_slice_of_row(op: Op, index: Sequence[Spec], rows: Size) -> bool:
     """Whether the begin, end and strides of a strided slice are those of one row."""
-    strides = op.value(len(op.inputs) - 1 - (op.type == "StridedSliceGrad"))
+    strides = op.value(3)
     masks = (op.attr(f"{name}_mask") & 1 for name in ("begin", "end", "ellipsis", "new_axis"))
     return _is_counted(rows) and not any(masks) and strides is not None and strides[0] == 1 \
         and list(index[:2]) == [Index(rows, 0), Index(rows, 1)] and index[2] == REPLICATED
@@ -277,11 +289,10 @@ def _set(op: Op, specs: Sequence[Spec]) -> Plan | None:
     """The entry of the row is put at its position."""
     entries, at, entry = specs
     if not isinstance(entries, RowList) or entries.element not in (None, ROW) \
-            or at != Position(entries.rows) \
-            or not isinstance(entry, Replicated) and entry != ROW and not _is_row_number(entry):
+            or at != Position(entries.rows) or not _is_one_devices(entry):
         return None
     grown = 1 if entries.element is None else entries.grown
-    return Plan([entries, at, ROW if isinstance(entry, Row) else REPLICATED],
+    return Plan([entries, at, _one_devices(entry)],
                 [dataclasses.replace(entries, element=ROW, is_new=False, grown=grown)])
 
 
@@ -290,8 +301,7 @@ def _push(op: Op, specs: Sequence[Spec]) -> Plan | None:
     entries, entry = specs
     entry = REPLICATED if isinstance(entry, Replicated) else entry
     if not isinstance(entries, RowList) or entries.element is not None \
-            or not isinstance(entry, (Replicated, Index, Size)) and entry != ROW \
-            and not _is_row_number(entry):
+            or not isinstance(entry, (Index, Size)) and not _is_one_devices(entry):
         return None
     return Plan([entries, entry], [dataclasses.replace(entries, element=entry, grown=1)])
 
@@ -353,18 +363,21 @@ def _element_shape(op: Op, specs: Sequence[Spec]) -> Plan | None:
 
 
 def _entry_by_entry(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    """Sums of lists, zeros like a list.  An iteration adds to the entry of its row only."""
+    """Sums of lists.  An iteration adds to the entry of its row only."""
     lists = [spec for spec in specs if _is_full(spec)]
     if len(lists) < len(specs) or any(spec.rows != lists[0].rows for spec in lists):
         return None
-    if op.type == "ZerosLike":
-        return Plan(specs, [RowList(ROW, lists[0].rows, zeros=True)])
     variable = next((spec.variable for spec in lists if spec.variable is not None), None)
     zeros = [spec.zeros for spec in lists]
     if any(spec.element != ROW for spec in lists) \
             or variable is not None and zeros.count(False) != 1:
         return None
     return Plan(specs, [RowList(ROW, lists[0].rows, variable=variable, zeros=all(zeros))])
+
+
+def _zeros(op: Op, specs: Sequence[Spec]) -> Plan | None:
+    entries, = specs
+    return Plan(specs, [RowList(ROW, entries.rows, zeros=True)]) if _is_full(entries) else None
 
 
 OF_ROWS = {Index, InRow, MoreRows, Position, Row, RowList, Total}
@@ -376,5 +389,5 @@ _RULES: dict[str, Rule] = NEW_LISTS | {
     "StridedSliceGrad": _gradient_of_row, "TensorListElementShape": _element_shape,
     "TensorListGetItem": _get, "TensorListLength": _length, "TensorListPopBack": _pop,
     "TensorListPushBack": _push, "TensorListResize": _resize, "TensorListSetItem": _set,
-    "Sub": _subtract, "TensorListStack": _stack, "ZerosLike": _entry_by_entry,
+    "Sub": _subtract, "TensorListStack": _stack, "ZerosLike": _zeros,
 }
