@@ -262,7 +262,6 @@ class _Propagation:
         lists.note_constants(body, [
             self._origin(tensor, through_loops=False) if tensor.dtype == tf.variant else tensor
             for tensor in operation.inputs])
-        are_read = graphs.are_read(condition, body)
         over_rows = self._loop_over_rows(operation, specs, condition, body)
         if over_rows is not None:
             return over_rows
@@ -270,6 +269,7 @@ class _Propagation:
                    if isinstance(spec, RowList)):
             raise CannotGather(operation.type)
         specs = row_loops.without_row_lists(specs)
+        are_read = graphs.are_read(condition, body)
         settled = self._fixpoint(body, operation, specs, are_read)
         if settled is None:
             return None

@@ -308,6 +308,7 @@ class Value:
         rows = functools.partial(self.size_along, wanted.dim)
         slices: list[tuple[Ref, Ref]] = []
         pieces = wanted.examples.pieces
+        times = None if wanted.start or wanted.times == 1 else self._times(wanted)
         for piece in pieces:
             begin, size = (make(piece, tf.int64, tower) for make in (towers.start, towers.size))
             for earlier in pieces[:len(slices)]:
@@ -315,8 +316,8 @@ class Value:
             if wanted.start:
                 begin = host("Minimum", begin, rows())
                 size = host("Minimum", size, host("Sub", rows(), begin))
-            elif wanted.times != 1:
-                begin, size = (host("Mul", number, self._times(wanted)) for number in (begin, size))
+            elif times is not None:
+                begin, size = (host("Mul", number, times) for number in (begin, size))
             if wanted.broadcast and self.shape[wanted.dim] is None:  # the first slice has one row
                 is_one = host("Equal", rows(), towers.number(1))
                 one_row = (rows(), towers.number(0)) if slices else (towers.number(0), rows())
