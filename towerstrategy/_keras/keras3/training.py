@@ -127,26 +127,26 @@ def _with_get_next(model: Any, step: Callable[[Any], Any]) -> Callable[[Any], An
 
 def make_predict_function(original: Callable[..., Any], self: Any, force: bool = False) -> Any:
     """The hook for ``make_predict_function``: the function of predict steps on towers."""
-    result, strategy = _make_predict(original, self, force), self.distribute_strategy
-    hooked = names.TRAINER.make_predict_function
-    if kind.is_tower_strategy(strategy):
-        strategy.extended.modes.takes_iterators = (
-            type(self).make_predict_function is hooked
-            and hasattr(self.predict_function, "takes_iterators"))
+    with _without_jit_of_step(self) as compiles:
+        result, step = original(self, force), self.predict_function
+    strategy = self.distribute_strategy
+    if not kind.is_tower_strategy(strategy):
+        return result
+    strategy.extended.modes.takes_iterators = (
+        type(self).make_predict_function is names.TRAINER.make_predict_function)
+    if not hasattr(step, "is_on_towers"):
+        self.predict_function = _predict_on_towers(self, step, compiles)
     return result
 
 
-def _make_predict(original: Callable[..., Any], self: Any, force: bool) -> Any:
-    with _without_jit_of_step(self) as compiles:
-        result, step = original(self, force), self.predict_function
-    if hasattr(step, "takes_iterators") \
-            or not kind.is_tower_strategy(self.distribute_strategy):
-        return result
-    take = _with_get_next(self, step)
+def _predict_on_towers(model: Any, step: Callable[..., Any], compiles: bool
+                       ) -> Callable[[Any], Any]:
+    """A function that runs ``step``, Keras' predict function, on the towers."""
+    take = _with_get_next(model, step)
 
     def function(steps: Any) -> Any:
         # A model that is not adopted predicts on the towers of the current scope's strategy.
-        strategy = self.distribute_strategy
+        strategy = model.distribute_strategy
         if not kind.is_tower_strategy(strategy):
             return step(steps)
         with strategy.extended.step(compiles):
@@ -154,8 +154,7 @@ def _make_predict(original: Callable[..., Any], self: Any, force: bool) -> Any:
                 return take(steps[0])
             return step([training_rules.split_data(strategy, data) for data in steps])
 
-    function.takes_iterators = True  # type: ignore[attr-defined]
-    self.predict_function = function
+    function.is_on_towers = True  # type: ignore[attr-defined]
     return function
 
 
