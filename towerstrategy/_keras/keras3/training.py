@@ -8,8 +8,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import threading
-import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -178,74 +176,61 @@ def symbolic_build(original: Callable[..., Any], self: Any, iterator: Any = None
            for step in ("train_step", "test_step")):
         return
     if iterator is not None:
-        data_batch = _batch_spec(iterator._distributed_dataset.element_spec)
-    with contextlib.suppress(Exception), strategy.scope(), _with_known_outputs(self), \
-            _optimizer_behind_layers(self):
-        if type(self).call in names.GRAPH_CALLS or _ignores_training(self, data_batch):
-            self._symbolic_build(data_batch=data_batch)
+        data_batch = iterator._distributed_dataset.element_spec
+    with contextlib.suppress(Exception), strategy.scope():
+        _build(self, *keras.utils.unpack_x_y_sample_weight(
+            tree.map_structure(_as_keras_tensor, data_batch)))
 
 
-def _ignores_training(model: Any, data_batch: Any) -> bool:
-    """Whether a model's outputs are alike in training, in which it is built here if it is not.
+def _build(model: Any, x: Any, y: Any, sample_weight: Any) -> None:
+    """Builds a model, its metrics and loss, and its optimizer, as Keras' ``_symbolic_build``.
 
-    Keras builds the rest for those of a prediction, a step of ``fit`` for those of training.
+    It does not call a model whose outputs are known, builds no metrics for outputs that are others
+    in training, and the optimizer only behind all layers: it takes no more weights.
     """
-    parts = model._compile_metrics, model._compile_loss
-    if _is_built(model) and all(part is None or part.built for part in parts):
-        return True  # there is nothing left to build
-    x, *_ = keras.utils.unpack_x_y_sample_weight(tree.map_structure(
-        lambda spec: None if spec is None else keras.KerasTensor(
-            spec.shape, backend.standardize_dtype(spec.dtype)), data_batch))
-    trained, predicted = (tree.map_structure(
-        lambda output: (tuple(output.shape), output.dtype),
-        backend.compute_output_spec(model, x, training=training))
-        for training in (True, False))
-    return bool(trained == predicted)
+    unbuilt = [compute for part, compute in (
+        (model._compile_metrics, model.compute_metrics),
+        (model._compile_loss, functools.partial(model._compute_loss, training=False)))
+        if part is not None and not part.built]
+    if unbuilt or not _is_built(model):
+        *trained, outputs = _outputs(model, x)
+        if any(_described(each) != _described(outputs) for each in trained):
+            return
+        for compute in unbuilt:
+            backend.compute_output_spec(compute, x, y, outputs, sample_weight=sample_weight)
+    if _is_built(model) and model.optimizer is not None and not model.optimizer.built:
+        model.optimizer.build(model.trainable_variables)
 
 
 def _is_built(model: Any) -> bool:
     return all(layer.built for layer in model._flatten_layers())
 
 
-def _optimizer_behind_layers(model: Any) -> contextlib.AbstractContextManager[None]:
-    """A context in which the optimizer is built only if all layers are: it takes no more weights.
-
-    Keras calls the model as for a prediction, and may not call ``compute_loss``.
-    """
-    optimizer = model.optimizer
-    build = getattr(optimizer, "build", None)
-    return contextlib.nullcontext() if build is None else _tf.patched(
-        optimizer, build=lambda variables: build(variables) if _is_built(model) else None)
-
-
-def _with_known_outputs(model: Any) -> contextlib.AbstractContextManager[None]:
-    """A context in which a functional model, if called, returns placeholders for its outputs.
-
-    Keras calls it here only for the outputs' shapes and dtypes, which the model knows.
-    """
-    functional = getattr(model, "_functional", model)  # a Sequential has one inside
-    outputs = getattr(functional, "_outputs_struct", None)
-    if outputs is None or type(model).call not in names.GRAPH_CALLS or "call" in vars(model) \
-            or not _is_built(model) or any(
-                None in each.shape[1:] or each.sparse for each in tree.flatten(outputs)):
-        return contextlib.nullcontext()
-    call, thread = model.call, threading.get_ident()
-    return _tf.patched(model, call=lambda *args, **kwargs: tree.map_structure(
-        lambda each: tf.compat.v1.placeholder(each.dtype, each.shape), outputs)
-        if threading.get_ident() == thread else call(*args, **kwargs))
+def _outputs(model: Any, x: Any) -> list[Any]:
+    """A model's outputs; in training and in prediction, if they may differ."""
+    is_graph = type(model).call in names.GRAPH_CALLS
+    known = getattr(getattr(model, "_functional", model), "_outputs_struct", None)  # Sequential's
+    if is_graph and "call" not in vars(model) and known is not None and _is_built(model) \
+            and not any(None in each.shape[1:] or each.sparse for each in tree.flatten(known)):
+        return [known]
+    return [backend.compute_output_spec(model, x, training=training)
+            for training in ([False] if is_graph else [True, False])]
 
 
-def _batch_spec(element_spec: Any) -> Any:
-    """The shapes and dtypes of a batch with an open number of rows, by its sub-batches' spec."""
+def _described(outputs: Any) -> Any:
+    return tree.map_structure(lambda output: (tuple(output.shape), output.dtype), outputs)
 
-    def batch_spec(spec: Any) -> Any:
-        if rows_lib.is_absent(spec) or isinstance(spec, tf.OptionalSpec):
-            return None
-        spec = spec._component_specs[0] if isinstance(spec, _tf.PerReplicaSpec) else spec
-        shape = spec.shape.as_list()
-        return types.SimpleNamespace(shape=(None, *shape[1:]) if shape else (), dtype=spec.dtype)
 
-    return tree.map_structure(batch_spec, element_spec)
+def _as_keras_tensor(component: Any) -> Any:
+    """A component of a batch, given itself or by its spec, with an open number of rows."""
+    if component is None or rows_lib.is_absent(component) \
+            or isinstance(component, tf.OptionalSpec):
+        return None
+    if isinstance(component, _tf.PerReplicaSpec):
+        component = component._component_specs[0]
+    shape = tf.TensorShape(component.shape).as_list()
+    return keras.KerasTensor((None, *shape[1:]) if shape else (),
+                             backend.standardize_dtype(component.dtype))
 
 
 def next_seed(original: Callable[..., Any], self: Any, ordered: bool = True) -> Any:
