@@ -24,6 +24,7 @@ import tensorflow as tf
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.placement import homes as homes_lib
 from towerstrategy.variables import one_copy
+from towerstrategy.variables.rules import held_variable
 
 _DTYPE = tf.float32  # for other dtypes Keras rounds an update's numbers in its own way
 _LARGEST_ERROR = 5e-7  # relative
@@ -92,20 +93,19 @@ def adam(optimizer: Any, learning_rate: Any, cpu: Any) -> Kernel | None:
 
 
 class Step:
-    """One step of ``optimizer``; ``rule`` gives its kernel, if there is one.
+    """One step of ``optimizer``; ``rules`` has the kernels, by Keras' ``update_step``.
 
     The kernel's numbers are made once for all variables of a device.
     """
 
-    def __init__(self, optimizer: Any, rule: Rule | None, learning_rate: Any) -> None:
-        self._optimizer, self._rule, self._learning_rate = optimizer, rule, learning_rate
+    def __init__(self, optimizer: Any, rules: Mapping[Any, Rule], learning_rate: Any) -> None:
+        self._optimizer, self._learning_rate = optimizer, learning_rate
+        self._rule = rules.get(getattr(optimizer.update_step, "__func__", None))
         self._kernels: dict[str, Kernel | None] = {}
 
-    def update(self, variable: Any, gradient: Any, slot: Callable[[str], Any]) -> bool:
-        """Updates a TensorFlow variable if a kernel can do it; returns whether it did.
-
-        ``slot`` takes the name of the optimizer's list of slots and returns the variable's slot.
-        """
+    def update(self, variable: Any, gradient: Any, index: int) -> bool:
+        """Updates the optimizer's variable ``index`` if a kernel can do it; returns if it did."""
+        variable = held_variable(variable)
         if self._rule is None or not _are_supported(variable, gradient):
             return False
         home = homes_lib.home_of(variable)
@@ -117,7 +117,8 @@ class Step:
             apply = kernel and (kernel.sparse if is_sparse else kernel.apply)
             if kernel is None or apply is None:
                 return False
-            slots = {name: slot(attribute) for name, attribute in kernel.slots.items()}
+            slots = {name: held_variable(getattr(self._optimizer, attribute)[index])
+                     for name, attribute in kernel.slots.items()}
             if not all(_slot_matches(each, variable) for each in slots.values()):
                 return False
             if not (is_sparse or gradient.shape.is_fully_defined()):  # kernels do not broadcast

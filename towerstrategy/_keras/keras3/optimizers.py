@@ -14,7 +14,6 @@ from keras.src.optimizers import adam, sgd
 from towerstrategy._keras import one_pass, optimizers as optimizers_rules
 from towerstrategy._keras.keras3 import names
 from towerstrategy.placement import kind
-from towerstrategy.variables import rules
 
 
 def _sgd(optimizer: Any, *args: Any) -> one_pass.Kernel | None:
@@ -50,21 +49,9 @@ def distributed_update_step(original: Callable[..., Any], self: Any, distributio
     """The hook for ``_distributed_tf_update_step``: by a kernel if there is one, else by Keras."""
     if not kind.is_tower_strategy(distribution):
         return original(self, distribution, grads_and_vars, learning_rate)
-    step = one_pass.Step(self, _rule(self), learning_rate)
-
-    def by_kernel(gradient: Any, target: Any) -> bool:
-        return step.update(target, gradient, lambda attribute: rules.held_variable(
-            getattr(self, attribute)[self._get_variable_index(target)]))
-
+    is_keras_own = all(getattr(getattr(self, name), "__func__", None) is getattr(
+        tf_optimizer.TFOptimizer, name) for name in ("assign", "assign_add", "assign_sub"))
+    step = one_pass.Step(self, _KERNELS if is_keras_own else {}, learning_rate)
     remaining = [(gradient, target) for gradient, target in grads_and_vars
-                 if not by_kernel(gradient, target)]
+                 if not step.update(target, gradient, self._get_variable_index(target))]
     return original(self, distribution, remaining, learning_rate)
-
-
-def _rule(optimizer: Any) -> one_pass.Rule | None:
-    """The kernel for an optimizer; None if it, or a user's subclass, updates in another way."""
-    writes = ("assign", "assign_add", "assign_sub")
-    if any(getattr(getattr(optimizer, name), "__func__", None)
-           is not getattr(tf_optimizer.TFOptimizer, name) for name in writes):
-        return None
-    return _KERNELS.get(getattr(optimizer.update_step, "__func__", None))

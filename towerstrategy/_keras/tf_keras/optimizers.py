@@ -16,7 +16,6 @@ from towerstrategy import _tensorflow as _tf, contexts
 from towerstrategy._keras import one_pass, optimizers as optimizers_rules
 from towerstrategy._keras.tf_keras import names
 from towerstrategy.placement import kind
-from towerstrategy.variables import rules
 
 # Keras' ``update_step`` -> the kernel that does the same.
 _KERNELS: dict[Any, one_pass.Rule] = {
@@ -63,19 +62,15 @@ def distributed_apply(original: Callable[..., Any], self: Any, distribution: Any
     """The hook for ``_distributed_apply_gradients_fn``: by kernels where there are some."""
     if not kind.is_tower_strategy(distribution):
         return original(self, distribution, *args, **kwargs)
-    rule, update = _KERNELS.get(getattr(self.update_step, "__func__", None)), self._update_step
-    step = one_pass.Step(self, rule, self.learning_rate)
+    update, step = self._update_step, one_pass.Step(self, _KERNELS, self.learning_rate)
 
     # With GPUs, Keras lets XLA compile each variable's update, and passes a key.  XLA cannot read
     # a variable of another device, and the learning rate may be on another one.
-    def update_step(gradient: Any, variable: Any, key: int | None = None) -> Any:
+    def update_step(gradient: Any, variable: Any, key: int | None = None) -> None:
         del key
         index = self._index_dict.get(self._var_key(variable))
-        if index is None or not step.update(
-                rules.held_variable(variable), gradient,
-                lambda attribute: getattr(self, attribute)[index]):
-            return update(gradient, variable)
-        return None
+        if index is None or not step.update(variable, gradient, index):
+            update(gradient, variable)
 
     with _tf.patched(self, _update_step=update_step, _update_step_xla=update_step):
         return original(self, distribution, *args, **kwargs)
