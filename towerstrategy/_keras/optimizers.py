@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -37,40 +37,27 @@ unscale_loss = functools.partial(_by_share, losses.unscaled)
 
 def apply(optimizer: Any, names: Any, gradients: Sequence[Any], targets: Sequence[Any],
           update: Callable[[Sequence[Any]], Any], rules: Sequence[str]) -> Any:
-    """Calls ``update``, Keras' own code, with the merged gradients.
+    """Calls ``update``, Keras' own code, with the merged gradients, in a context of one replica.
 
-    Gradients of a tower among several are merged by ``rules``, see :func:`merge_then`.  ``targets``
-    are the variables, of Keras or of TensorFlow.
+    ``gradients`` (tensors, slices or None) and ``targets`` (variables, of Keras or of TensorFlow)
+    are a tower's if a tower calls the optimizer.  ``rules`` say how each gradient is merged: "sum";
+    "agreed" if the caller has merged it; "max" if it is the next value of its variable (float8).
     """
     adopting.adopt_optimizer(optimizer, names)
-    tower = contexts.splitting_tower()
-    if tower is None:
-        with _without_all_reduce(gradients):
-            return update(gradients)
-    return merge_then(tower, gradients, list(map(held_variable, targets)), update, rules)
-
-
-@contextlib.contextmanager
-def _without_all_reduce(gradients: Sequence[Any]) -> Iterator[None]:
-    """A context for an optimizer in the only tower or outside of towers: there is nothing to merge.
-
-    Keras would all-reduce the gradients.  If it accumulates gradients or scales the loss, it does
-    so in a ``tf.cond``, where no sync point can be; outside of towers it would need a replica
-    context.
-
-    Raises:
-      ValueError: outside of towers, the gradients differ between towers or machines.
-    """
     tower, outside = contexts.current_tower(), contexts.outside_of_towers()
-    if tower is not None:
-        with contexts.OneReplicaContext(tower.strategy):
-            yield
-    elif outside is not None:
-        _check_one_copy(outside, gradients)
-        with contexts.OneReplicaContext(outside), tf.device(outside.extended.merge_device):
-            yield
-    else:
-        yield
+    if tower is not None and tower.several:
+        return _merge_then(tower, gradients, list(map(held_variable, targets)), update, rules)
+    # There is nothing to merge.  Keras would all-reduce the gradients, in a ``tf.cond`` if it
+    # accumulates them or scales the loss, where no sync point can be; outside of towers it would
+    # need a replica context.
+    with contextlib.ExitStack() as stack:
+        if tower is not None:
+            stack.enter_context(contexts.OneReplicaContext(tower.strategy))
+        elif outside is not None:
+            _check_one_copy(outside, gradients)
+            stack.enter_context(contexts.OneReplicaContext(outside))
+            stack.enter_context(tf.device(outside.extended.merge_device))
+        return update(gradients)
 
 
 def _check_one_copy(strategy: tf.distribute.Strategy, gradients: Sequence[Any]) -> None:
@@ -90,17 +77,9 @@ def _check_one_copy(strategy: tf.distribute.Strategy, gradients: Sequence[Any]) 
             "strategy.run.")
 
 
-def merge_then(tower: contexts.TowerContext, gradients: Sequence[Any], variables: Sequence[Any],
-               update: Callable[[list[Any]], Any], rules: Sequence[str]) -> Any:
-    """Merges the towers' gradients, then runs the optimizer's own single-device code once.
-
-    Args:
-      tower: the context of the tower that called the optimizer.
-      gradients: the tower's gradients: tensors, slices or None.
-      variables: the resource variable of each gradient.
-      update: takes the merged gradients; runs in a :class:`contexts.OneReplicaContext`.
-      rules: how each gradient is merged: "sum"; "agreed" if the caller has merged it; "max" if it
-        is the next value of its variable (in float8 layers).
+def _merge_then(tower: contexts.TowerContext, gradients: Sequence[Any], variables: Sequence[Any],
+                update: Callable[[list[Any]], Any], rules: Sequence[str]) -> Any:
+    """:func:`apply` in one of several towers.
 
     Raises:
       RuntimeError: a branch, a loop or a nested function calls it: no sync point can be there.
