@@ -153,10 +153,7 @@ class TowerLocalVariable(_tf.SyncOnReadVariable):
     def _step(self, method: str, value: Any, use_locking: bool = False, name: Any = None,
               read_value: bool = True) -> Any:
         if contexts.has_all_rows():
-            if self._is_total:
-                return self._write_whole(method, value, use_locking, name, read_value)
-            step = tf.add if method == "assign_add" else tf.subtract
-            return self._assign_for_all(step(self._whole, to_dtype(value, self.dtype)), read_value)
+            return self._write_whole(method, value, use_locking, name, read_value)
         if not self._assigned_from_outside():
             self._has_parts = self._towers_wrote = True
             value = self._neutral_if_empty(value, lambda: tf.zeros([], self.dtype))
@@ -178,17 +175,16 @@ class TowerLocalVariable(_tf.SyncOnReadVariable):
                 f"{self!r}, with synchronization=ON_READ, does not support {method} outside of a "
                 "step with all rows (of Keras, or of a function made by strategy.function), as in "
                 "MirroredStrategy. Use assign_add(tf.scatter_nd(...)).")
-        written = self._write_whole(method, *args, **kwargs)
-        if not self._is_total:
-            self.spread(self._whole.value())
-        return written
+        return self._write_whole(method, *args, **kwargs)
 
     def _write_whole(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Writes the part that has the aggregate, in a step with all rows."""
-        contexts.writer_of(self)
+        """Writes the part that has the aggregate, in a step with all rows, then all other parts."""
         whole = self._whole
         with tf.device(whole.device):
-            return getattr(whole, method)(*args, **kwargs)
+            written = getattr(whole, method)(*args, **kwargs)
+        if not self._is_total:
+            self.spread(whole.value())
+        return written
 
     def gather_nd(self, indices: Any, name: str | None = None) -> tf.Tensor:
         return tf.gather_nd(self.read_value(), indices, name=name)
@@ -203,7 +199,6 @@ class TowerLocalVariable(_tf.SyncOnReadVariable):
 
     def _assign_for_all(self, value: Any, read_value: bool) -> Any:
         """Assigns ``value`` to the aggregate, in a step with all rows or outside of towers."""
-        contexts.writer_of(self)
         self.spread(to_dtype(value, self.dtype),
                     known_zero=(contexts.has_all_rows() and self._is_total and not self._has_parts))
         return self if read_value else None

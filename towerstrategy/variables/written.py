@@ -127,14 +127,10 @@ def value_alone(variable: Any, values: list[Any], shares: shares_lib.Shares,
     ``before`` is the variable's value at the last sync point.
     """
     rule = rule_of(variable)
-    if rule == "first":
-        return unless_empty(merging.first_of_filled(values, shares), shares, before)
     if rule in merging.EXTREMES:
         return merging.extreme(rule, [*values, before], shares)
-    if shares.may_be_empty:
-        values = [tf.where(shares.filled[tower], written, before)
-                  for tower, written in enumerate(values)]
-    return unless_empty(merging.mean(values, shares), shares, before)
+    merge = merging.first_of_filled if rule == "first" else merging.mean
+    return unless_empty(merge(values, shares), shares, before)
 
 
 def sizes_of(variable: Any) -> tf.Tensor:
