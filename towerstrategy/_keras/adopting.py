@@ -67,30 +67,24 @@ def _new_twin(model: Any, names: Any) -> Any:
         vars(twin)["_checkpoint"] = tf.train.Checkpoint(root=weakref.ref(twin))
     _tf.share_dependencies(twin, model, training_state)
 
-    def share_changes() -> None:
-        """Copies to the twin the attributes of the model that building has changed."""
-        for name, value in list(vars(model).items()):
-            before = shared.get(name, _MISSING)
-            changed = name not in training_state and value is not before
-            if changed and vars(twin).get(name, _MISSING) is before:
-                shared[name] = vars(twin)[name] = value
-        _tf.share_dependencies(twin, model, training_state)
+    def shared_afterwards(build: Callable[..., Any]) -> Callable[..., Any]:
+        """``build``, which then copies to the twin the attributes of the model that it changed."""
+        @functools.wraps(build)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            result = build(*args, **kwargs)
+            for name, value in list(vars(model).items()):
+                before = shared.get(name, _MISSING)
+                changed = name not in training_state and value is not before
+                if changed and vars(twin).get(name, _MISSING) is before:
+                    shared[name] = vars(twin)[name] = value
+            _tf.share_dependencies(twin, model, training_state)
+            return result
 
-    for name in names.BUILDERS:
-        if hasattr(model, name):
-            vars(twin)[name] = _followed_by(share_changes, getattr(model, name))
+        return call
+
+    vars(twin).update({name: shared_afterwards(getattr(model, name)) for name in names.BUILDERS
+                       if hasattr(model, name)})
     return twin
-
-
-def _followed_by(action: Callable[[], None], method: Callable[..., Any]) -> Callable[..., Any]:
-    """``method``, which then calls ``action``."""
-    @functools.wraps(method)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        result = method(*args, **kwargs)
-        action()
-        return result
-
-    return call
 
 
 def adopt_state(strategy: tf.distribute.Strategy, model: Any,
