@@ -41,8 +41,11 @@ def create(strategy: tf.distribute.Strategy, homes: homes_lib.Homes,
 
 def _create_one_copy(strategy: tf.distribute.Strategy, homes: homes_lib.Homes, beside: Any,
                      next_creator: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
-    stage = strategy.extended.stages.index
-    home = _home_for(homes, beside, kwargs, stage)
+    stage, together = strategy.extended.stages.index, beside is not None and homes.of_stages
+    if beside is not None and not together:
+        beside._home_may_change = False
+    home = (homes.choose(0, stage, _is_counter(kwargs)) if beside is None
+            else homes_lib.home_of(beside))
     with tf.device(home), _outside_towers():
         variable = next_creator(**kwargs)
     if not isinstance(variable, _tf.BaseResourceVariable):
@@ -54,7 +57,6 @@ def _create_one_copy(strategy: tf.distribute.Strategy, homes: homes_lib.Homes, b
             "not supported, please use a different aggregation or dtype (got "
             f"{variable.dtype.name})")
     homes.add(home, homes_lib.size_of(variable))
-    together = beside is not None and homes.of_stages
     if together:
         homes_lib.follow(variable, beside)
     variable._home_may_change = tf.executing_eagerly() and (beside is None or together)
@@ -128,15 +130,6 @@ def _outside_towers() -> contextlib.AbstractContextManager[str]:
     """A name scope in which variables have the names that they have on a single device."""
     scope = scopes.plain_name(tf.get_current_name_scope())
     return tf.name_scope(f"{scope}/" if scope else "")
-
-
-def _home_for(homes: homes_lib.Homes, beside: Any, kwargs: dict[str, Any],
-              stage: int | None) -> str:
-    if beside is None:
-        return homes.choose(0, stage, _is_counter(kwargs))
-    if not homes.of_stages:
-        beside._home_may_change = False
-    return homes_lib.home_of(beside)
 
 
 def _is_counter(kwargs: dict[str, Any]) -> bool:
