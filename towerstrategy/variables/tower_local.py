@@ -131,14 +131,12 @@ class TowerLocalVariable(_tf.SyncOnReadVariable):
         value = self._neutral_if_empty(value, lambda: self._get().value())
         return super().assign(value, use_locking, name, read_value)
 
-    def spread(self, value: tf.Tensor, known_zero: bool = False) -> list[Any]:
-        """Writes the parts so that their aggregate is ``value``; returns the writes.
-
-        ``known_zero``: all parts of a sum but one are known to be zero, so they are not written.
-        """
+    def spread(self, value: tf.Tensor) -> list[Any]:
+        """Writes the parts so that their aggregate is ``value``; returns the writes."""
         writes = []
         whole = self._values[0] if self._shared_part is None else self._shared_part
-        rest = [] if known_zero else [part for part in self._values if part is not whole]
+        others_are_zero = contexts.has_all_rows() and self._is_total and not self._has_parts
+        rest = [] if others_are_zero else [part for part in self._values if part is not whole]
         for part in [whole, *rest]:
             with tf.device(part.device):
                 to_write = value if part is whole or not self._is_total else tf.zeros_like(value)
@@ -199,8 +197,7 @@ class TowerLocalVariable(_tf.SyncOnReadVariable):
 
     def _assign_for_all(self, value: Any, read_value: bool) -> Any:
         """Assigns ``value`` to the aggregate, in a step with all rows or outside of towers."""
-        self.spread(to_dtype(value, self.dtype),
-                    known_zero=(contexts.has_all_rows() and self._is_total and not self._has_parts))
+        self.spread(to_dtype(value, self.dtype))
         return self if read_value else None
 
     def _neutral_if_empty(self, value: Any, neutral: Callable[[], tf.Tensor]) -> Any:
