@@ -21,8 +21,6 @@ from towerstrategy.placement import kind
 from towerstrategy.variables import one_copy, rules
 
 _log = logging.getLogger("towerstrategy")
-# The attributes of tf_keras' models that count steps.
-_COUNTERS = ("_train_counter", "_test_counter", "_predict_counter")
 _MISSING = object()
 
 
@@ -102,7 +100,6 @@ def adopt_state(strategy: tf.distribute.Strategy, model: Any,
     local = [variable for metric in metrics for variable in names.adopt_metric(strategy, metric)]
     resident = adopt_variables(strategy, saved)
     stages.settle(strategy, model, names)
-    adopt_variables(strategy, [vars(model).get(name) for name in _COUNTERS])
     return resident, local
 
 
