@@ -77,7 +77,6 @@ class _ReadByStep:
 
     def __init__(self, dataset: datasets_lib.TowerDataset, modes: Any) -> None:
         self._dataset, self._modes = dataset, modes
-        self.element_spec = dataset.element_spec
         modes.takes_iterators = False  # ``make_predict_function``, which runs later, may set it
 
     def __iter__(self) -> Iterator[Any]:
