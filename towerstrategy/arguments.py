@@ -67,7 +67,9 @@ def merging(strategy: tf.distribute.Strategy, value: Any, axis: Any, axes: Seque
     try:
         yield
     except (AttributeError, TypeError, ValueError, tf.errors.InvalidArgumentError) as error:
-        parts = [f"{path} of {_tower_name(strategy, tower)} is "
+        placement = strategy.extended.placement
+        parts = [f"{path} of {placement.name(tower)} on "
+                 f"{names.short_name(placement.towers[tower])} is "
                  + (f"{part.dtype.name} {part.shape}" if tf.is_tensor(part)
                     else refused.shown(part))
                  for path, leaf in _tf.flatten_with_paths({"value": value}) if _is_per_replica(leaf)
@@ -152,11 +154,6 @@ def _check_parts(strategy: tf.distribute.Strategy, arguments: dict[str, Any]) ->
 
 def _is_per_replica(leaf: Any) -> bool:
     return isinstance(leaf, tf.distribute.DistributedValues) and not _tf.is_variable(leaf)
-
-
-def _tower_name(strategy: tf.distribute.Strategy, tower: int) -> str:
-    placement = strategy.extended.placement
-    return f"{placement.name(tower)} on {names.short_name(placement.towers[tower])}"
 
 
 def check_stage(strategy: Any, index: Any) -> None:

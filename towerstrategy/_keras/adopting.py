@@ -45,17 +45,12 @@ def forget_functions(model: Any) -> None:
 
 
 def make_twin(strategy: tf.distribute.Strategy, model: Any, names: Any) -> Any:
-    """A second handle on ``model`` that trains on the strategy's towers."""
-    check_owner(strategy, f"model {model.name!r}", getattr(model, names.OWNER))
-    return adopt(strategy, _new_twin(model, names), names)
-
-
-def _new_twin(model: Any, names: Any) -> Any:
-    """A twin of ``model``: another object of its class, with a training state of its own.
+    """A twin of ``model``, another object of its class, that trains on the strategy's towers.
 
     The attributes that ``compile`` and ``fit`` set are its own.  It shares all others, so it saves
     the same files as the model.  Building the twin builds the model.
     """
+    check_owner(strategy, f"model {model.name!r}", getattr(model, names.OWNER))
     training_state = names.TRAINING_STATE
     twin = object.__new__(type(model))
     shared = {name: value for name, value in vars(model).items() if name not in training_state}
@@ -82,7 +77,7 @@ def _new_twin(model: Any, names: Any) -> Any:
 
     vars(twin).update({name: shared_afterwards(getattr(model, name)) for name in names.BUILDERS
                        if hasattr(model, name)})
-    return twin
+    return adopt(strategy, twin, names)
 
 
 def adopt_state(strategy: tf.distribute.Strategy, model: Any,
