@@ -254,18 +254,16 @@ def cut(costs: Sequence[Cost], stages: int, micro_batches: int = 1) -> list[int]
     starts: list[np.ndarray] = []  # for each stage: the end of its layers -> their start
     for stage in range(stages):
         total = held + in_flight * min(micro_batches, stages - stage)
-        largest_with, start = np.full(count + 1, np.inf), np.zeros(count + 1, int)
-        for end in range(stage + 1, count + 1):
-            by_start = np.maximum(largest[:end], total[end] - total[:end])
-            # The latest of the best starts: a layer without cost stays in the stage before.
-            start[end] = end - 1 - int(np.argmin(by_start[::-1]))
-            largest_with[end] = by_start[start[end]]
-        largest = largest_with
-        starts.append(start)
-    stage_of_layers, end = [0] * count, count
+        by_start = np.where(np.tri(count + 1, k=-1, dtype=bool), np.maximum(
+            largest, total[:, np.newaxis] - total), np.inf)  # row: end, column: start, before it
+        # The latest of the best starts: a layer without cost stays in the stage before.
+        starts.append(count - np.argmin(by_start[:, ::-1], axis=1))
+        largest = by_start.min(axis=1)
+    stage_of_layers: list[int] = []
+    end = count
     for stage in reversed(range(stages)):
         first = int(starts[stage][end])
-        stage_of_layers[first:end] = [stage] * (end - first)
+        stage_of_layers = [stage] * (end - first) + stage_of_layers
         end = first
     return stage_of_layers
 
