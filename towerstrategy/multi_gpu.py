@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from towerstrategy import _keras, _tensorflow as _tf, refused
+from towerstrategy import _keras, refused
 from towerstrategy._keras import adopting, state
 from towerstrategy.placement import devices as devices_lib, homes as homes_lib, names
 from towerstrategy.strategy import TowerStrategy
@@ -48,8 +48,7 @@ def multi_gpu_model(model: Any, gpus: int | Sequence[int | str] | None = None,
     True
     """
     names_of_keras = _keras.names_of(model)
-    variables = [variable for variable in state.variables_of(model, names_of_keras)
-                 if isinstance(variable, _tf.BaseResourceVariable)]
+    variables = state.resident(state.variables_of(model, names_of_keras))
     _check_switch("cpu_merge", cpu_merge)
     _check_switch("cpu_relocation", cpu_relocation)
     towers = _towers(gpus)

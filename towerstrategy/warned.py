@@ -30,7 +30,6 @@ def warn(message: str) -> None:
     frame: Any = sys._getframe(1)
     while frame.f_back is not None and (
             frame.f_globals.get("__name__", "").split(".")[0] in _LIBRARIES
-            or "/autograph_generated" in frame.f_code.co_filename
-            or "__autograph_generated_file" in frame.f_code.co_filename):
+            or "autograph_generated" in frame.f_code.co_filename):  # a folder's or a file's name
         frame = frame.f_back
     warnings.warn_explicit(message, TowerWarning, frame.f_code.co_filename, frame.f_lineno)
