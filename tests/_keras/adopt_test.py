@@ -206,6 +206,28 @@ class AdoptTest(parameterized.TestCase):
             fit(model)
         self.assert_same_weights(models[1], models[0])
 
+    @parameterized.parameters(tf_keras.optimizers, tf_keras.optimizers.legacy)
+    def test_optimizer_of_optimizers(self, kit):
+        """Lost otherwise: TensorFlow Recommenders; its `variables` fails of new optimizers."""
+
+        class Both(tf_keras.optimizers.legacy.Optimizer):
+            def apply_gradients(self, grads_and_vars, name=None, **kwargs):
+                pairs = list(grads_and_vars)
+                for index, part in enumerate(self.parts):
+                    part.apply_gradients(pairs[index::2], **kwargs)
+
+            def variables(self):
+                return [weight for part in self.parts for weight in part.weights]
+
+        models = [small_models.make(tf_keras, "functional") for _ in range(2)]
+        for model, strategy in zip(models, (self.strategy, tf.distribute.get_strategy())):
+            with strategy.scope():
+                optimizer = Both("both")
+                optimizer.parts = [kit.Adam(0.1), kit.SGD(0.1, momentum=0.5)]
+                model.compile(optimizer, "mse")
+                fit(model)
+        self.assert_same_weights(models[1], models[0])
+
     def test_adopt_twice(self):
         """Lost otherwise: scripts that adopt a model which compile has adopted."""
         model = small_models.make(keras, "functional")

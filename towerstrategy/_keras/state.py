@@ -47,9 +47,12 @@ def optimizers_of(model: Any, names: Any) -> list[Any]:
 
 def optimizer_variables(optimizer: Any) -> list[Any]:
     """The TensorFlow variables of an optimizer."""
-    variables = optimizer.variables  # a method in tf_keras' legacy optimizers
-    return list(map(rules.held_variable, variables() if callable(variables) and not isinstance(
-        variables, list) else variables))
+    try:
+        variables = optimizer.variables  # a method in tf_keras' legacy optimizers
+        return list(map(rules.held_variable, variables() if callable(variables) and not isinstance(
+            variables, list) else variables))
+    except Exception:  # a user's property may fail
+        return []
 
 
 def saved_variables(model: Any, names: Any) -> list[Any]:
