@@ -6,6 +6,7 @@ import weakref
 import keras
 import numpy as np
 import tensorflow as tf
+import tf_keras
 from absl.testing import parameterized
 
 import towerstrategy
@@ -417,6 +418,22 @@ class TotalsTest(parameterized.TestCase):
         loop = tf.function(lambda x: strategy.run(
             lambda x: optimizer.apply_gradients([(tf.reduce_sum(x), weight)]), (x,)))
         self.assertEqual(int(loop(strategy.split(ROWS))), 1)
+        self.assertEmpty(strategy.extended.own_trace_reasons)
+
+    def test_optimizer_in_a_branch_at_a_sync_point(self):
+        """Else each tower is traced where a legacy optimizer scales the loss."""
+        strategy = strategy_with(True)
+        with strategy.scope():
+            weight = tf.Variable(0.)
+            optimizer = tf_keras.mixed_precision.LossScaleOptimizer(
+                tf_keras.optimizers.legacy.SGD(1.))
+
+        @tf.function
+        def loop(x):
+            strategy.run(lambda x: optimizer.apply_gradients([(tf.reduce_sum(x), weight)]), (x,))
+
+        loop(strategy.split(ROWS))
+        self.assertEqual(weight.numpy(), -66.)
         self.assertEmpty(strategy.extended.own_trace_reasons)
 
     def test_halves_are_added_up_in_float32(self):

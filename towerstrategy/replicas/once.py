@@ -115,11 +115,11 @@ class _Once(contexts.Call):
                 keys.append((id(leaf), tower))
                 outputs.append((value.part(tower), leaf))
         tensors, done = step.finished(self._strategy, partition, outputs, name)
-        tensor_of = dict(zip(keys, tensors))
+        tensor_of, all_done = dict(zip(keys, tensors)), tf.group(*done)
 
         def of_tower(tower: int, leaf: Any) -> Any:
             if isinstance(leaf, tf.Operation):
-                return tf.group(*done)
+                return all_done
             return tensor_of.get((id(leaf), tower), tensor_of.get((id(leaf), 0), leaf))
 
         return _tf.regroup(
