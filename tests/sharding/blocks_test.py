@@ -67,7 +67,7 @@ def dilated(w, x):
 def each_example(w, x):
     """Of examples in two tensors, one after another."""
     return tf.reduce_mean(tf.vectorized_map(
-        lambda both: tf.reduce_sum(both[0]) * tf.reduce_max(both[1]), (x @ w, x)))
+        lambda both: tf.reduce_sum(both[0]) * tf.reduce_max(both[1][tf.newaxis] @ w), (x @ w, x)))
 
 
 class BlocksTest(parameterized.TestCase):

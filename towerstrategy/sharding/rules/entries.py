@@ -303,6 +303,8 @@ _COMPUTE: dict[str, tuple[str, Callable[..., Any]]] = {
     "Pack": ("e", lambda operation, *parts: np.stack(parts, operation.get_attr("axis"))),
     "ConcatV2": ("-", _concat), "Slice": ("ek", _slice), "StridedSlice": ("ek", _strided_slice),
     "GatherV2": ("ek-", _gather), "SplitV": ("ek-", _split), "Fill": ("-e", _filled),
+    "Split": ("ke", lambda operation, _, entries: np.split(entries, len(operation.outputs))
+              if entries.ndim == 1 else None),
     **dict.fromkeys(("Pad", "PadV2"), ("ek", _padded)),
     "Unpack": ("e", lambda _, entries: [_array([each], []) for each in entries]
                if entries.ndim == 1 else None),
