@@ -96,24 +96,6 @@ def _pieces_in(op: Op, pieces: Sequence[Sharded], index: int, limit: Spec) -> in
                  if positions(pieces[:count]) == counted), None)
 
 
-@rule("ConcatOffset")
-def concat_offset(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    """Offsets of the inputs of a concatenation, along the rows the sizes of the pieces before."""
-    axes, sizes = op.axes(0, op.inputs[1].shape[0]), [
-        size for size in specs[1:] if isinstance(size, Size)]
-    axis = axes[0] if axes else None
-    if axis is None or not sizes or len(sizes) < len(specs) - 1:
-        return None
-    if sizes[0].at != axis and len({size.moved(size.at) for size in sizes}) == 1:
-        return Plan([REPLICATED, *sizes], [REPLICATED] * len(op.outputs))  # beside the rows
-    before = [concatenated([size.shards(size.at) for size in sizes[:count]])
-              for count in range(1, len(sizes) + 1)]
-    if before[-1] is None or before[-1].dim != axis:
-        return None
-    return Plan([REPLICATED, *sizes], [REPLICATED, *(
-        each.size for each in before[:-1] if each is not None)])
-
-
 @rule("SpaceToBatchND", "BatchToSpaceND")
 def space_to_batch(op: Op, specs: Sequence[Spec]) -> Plan | None:
     """For a dilated convolution: the output has one block for each position in a space block."""

@@ -6,14 +6,12 @@ output.  A partial sum stays partial if the op is linear in it.
 
 from __future__ import annotations
 
-import dataclasses
-import fractions
 from collections.abc import Sequence
 
 import tensorflow as tf
 
+from towerstrategy.sharding.rules import shapes
 from towerstrategy.sharding.rules.dimensions import DIMS, MIXED, by_names, is_plain
-from towerstrategy.sharding.rules.entries import entries_of
 from towerstrategy.sharding.rules.families import AS_IT_IS, BINARY, UNARY, names
 from towerstrategy.sharding.rules.registry import Op, Plan, rule
 from towerstrategy.sharding.spec import (
@@ -25,7 +23,6 @@ from towerstrategy.sharding.spec import (
     Sharded,
     Size,
     Spec,
-    concatenated,
 )
 
 LINEAR = ("Cast", "Neg", "Real", "Imag", "Conj", "AddN", "AddV2", "Add", "Sub")
@@ -45,7 +42,9 @@ def elementwise(op: Op, specs: Sequence[Spec]) -> Plan | None:
     if any(isinstance(spec, Sharded) for spec in specs):
         return _sharded(op, specs)
     if any(isinstance(spec, Size) for spec in specs):
-        return _size(op, specs)
+        if op.type != "Cast":
+            return shapes.computed_sizes(op, specs)
+        return Plan(specs, specs) if op.outputs[0].dtype in (tf.int32, tf.int64) else None
     if all(spec == SUM for spec in specs) and _is_linear(op):
         return Plan(specs, [specs[0]])
     return _moved_axes(op, specs) if len(specs) == 2 else None
@@ -90,48 +89,6 @@ def _sharded(op: Op, specs: Sequence[Spec]) -> Plan | None:
         return None
     return by_names(op, specs, [range(rank - each, rank) for each in ranks], [range(rank)],
                     gathers=True)
-
-
-def _size(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    """The plan of a number of rows: arithmetic that keeps it one, a cast, the largest of equals."""
-    size = next(spec for spec in specs if isinstance(spec, Size))
-    if op.type == "Cast" and op.outputs[0].dtype in (tf.int32, tf.int64):
-        return Plan(specs, specs)
-    if op.type in ("Maximum", "Minimum") and specs[0] == specs[1] and op.rank(0) == op.rank(1) == 0:
-        return Plan(specs, specs[:1])
-    if op.type == "Mul" and op.out_rank() == 0 and sum(isinstance(s, Size) for s in specs) == 1:
-        entries = entries_of(op.inputs[0 if specs[1] is size else 1])
-        factor = None if entries is None else entries[()]
-        if factor is not None and factor < 1:
-            return None
-        times = None if factor is None or size.times is None else size.times * int(factor)
-        return Plan([spec if spec is size else REPLICATED for spec in specs],
-                    [dataclasses.replace(size.moved(0), times=times)])
-    if op.type in ("Add", "AddV2") and all(isinstance(s, Size) and not s.at for s in specs) \
-            and op.rank(0) == op.rank(1) == 0:
-        total = concatenated([s.shards(0) for s in specs if isinstance(s, Size)])
-        return Plan(specs, [total.size]) if total else None
-    if op.type == "Sub" and specs[0] is size and op.inputs[0].shape.is_fully_defined() \
-            and op.inputs[0].shape == op.inputs[1].shape:
-        return _difference(op, size, specs[1])
-    divisor = op.value(1) if op.type == "FloorDiv" and op.out_rank() == 0 else None
-    if divisor is None or specs[0] is not size or int(divisor) < 1:
-        return None
-    fewer = size.shards(0).repeated(fractions.Fraction(1, int(divisor)))
-    if fewer is None and size.times and size.times % int(divisor) == 0:
-        fewer = dataclasses.replace(size.shards(0), times=size.times // int(divisor))
-    return Plan([size, REPLICATED], [fewer.size]) if fewer else None
-
-
-def _difference(op: Op, size: Size, other: Spec) -> Plan | None:
-    """The plan of a difference: equal numbers of rows leave none, zero leaves a number as it is."""
-    if isinstance(other, Size) and size.times is not None and size.moved(other.at) == other.moved(
-            other.at) and size.at == other.at:
-        return Plan([size, other], [dataclasses.replace(size.moved(size.at), times=0)])
-    taken = entries_of(op.inputs[1])
-    if isinstance(other, Size) or taken is None or taken.flat[size.at] != 0:
-        return None
-    return Plan([size, REPLICATED], [size.moved(size.at)])
 
 
 def _is_linear(op: Op) -> bool:

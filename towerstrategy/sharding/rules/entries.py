@@ -9,7 +9,11 @@ loses the static shape of a tensor whose shape is computed from another's.
 
 from __future__ import annotations
 
+import dataclasses
 import fractions
+import functools
+import itertools
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -18,8 +22,13 @@ import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.sharding.rules.families import AS_IT_IS, BINARY, UNARY
+from towerstrategy.sharding.spec import Sharded, Size, concatenated
 
 Entries = np.ndarray  # of objects: ints, None, or any object that stands for a number
+
+
+class NoSize(Exception):
+    """An op makes something else than a :class:`Size` of one."""
 
 
 class _Open(NamedTuple):
@@ -39,9 +48,11 @@ _SHAPED_AS = {("FusedBatchNormV3", 0): 0, ("FusedBatchNormGradV3", 0): 1, ("Soft
 # An op type -> the input that is the output's shape.
 _SHAPES = {"BroadcastTo": 1, "Slice": 2, "StridedSliceGrad": 0}
 _ARITHMETIC: dict[str, Callable[[Any, Any], Any]] = {
-    "Add": lambda x, y: x + y, "AddV2": lambda x, y: x + y, "Sub": lambda x, y: x - y,
-    "Mul": lambda x, y: x * y, "Maximum": max, "Minimum": min,
-    "FloorDiv": lambda x, y: x // y if y else None, "FloorMod": lambda x, y: x % y if y else None}
+    "Add": operator.add, "AddV2": operator.add, "Sub": operator.sub, "Mul": operator.mul,
+    "Maximum": max, "Minimum": min, "FloorDiv": lambda x, y: x // y if y else None,
+    "FloorMod": lambda x, y: x % y if y else None,
+    "BroadcastArgs": lambda x, y: x if y == 1 else y}
+_REDUCTIONS = {"Prod": "Mul", "Max": "Maximum", "Min": "Minimum"}
 
 
 def entries_of(tensor: tf.Tensor) -> Entries | None:
@@ -248,15 +259,59 @@ def _split(operation: tf.Operation, entries: Entries, sizes: Any, _: Any) -> Any
     return np.split(entries, np.cumsum(sizes)[:-1]) if plain else None
 
 
+def _computed(kind: str, first: Any, second: Any) -> Any:
+    """What an op of this type makes of two entries; None if unknown."""
+    if isinstance(first, Size) or isinstance(second, Size):
+        return _of_size(kind, first, second)
+    known = isinstance(first, _INTEGER) and isinstance(second, _INTEGER)
+    return _ARITHMETIC[kind](first, second) if known else None
+
+
+def _of_size(kind: str, first: Any, second: Any) -> Size:
+    """What an op makes of two entries of which one, or each, is a number of rows.
+
+    Raises:
+      NoSize: the towers' results do not add up to the batch's.
+    """
+    size, other = (first, second) if isinstance(first, Size) else (second, first)
+    number = int(other) if isinstance(other, _INTEGER) else None
+    result: Size | Sharded | None = None
+    if kind == "Mul" and (other is None or number is not None and number > 0):
+        result = dataclasses.replace(size, times=size.times and number and size.times * number)
+    elif first == second and kind in ("Maximum", "Minimum", "BroadcastArgs") \
+            or number == 1 and kind == "BroadcastArgs" \
+            or number == 0 and (size is first or kind != "Sub") and kind in ("Add", "AddV2", "Sub"):
+        result = size
+    elif first == second and kind == "Sub" and size.times is not None:
+        result = dataclasses.replace(size, times=0)
+    elif isinstance(other, Size) and kind in ("Add", "AddV2"):
+        result = concatenated([size.shards(0), other.shards(0)])
+    elif number is not None and number > 0 and kind == "FloorDiv" and size is first:
+        result = size.shards(0).repeated(fractions.Fraction(1, number))
+        if result is None and size.times and size.times % number == 0:
+            result = dataclasses.replace(size, times=size.times // number)
+    if result is None:
+        raise NoSize
+    return result.size if isinstance(result, Sharded) else result
+
+
 def _arithmetic(operation: tf.Operation, first: Entries, second: Entries) -> Entries:
     pairs = np.broadcast(first, second)
-    return _array([_ARITHMETIC[operation.type](*pair) if all(
-        isinstance(each, _INTEGER) for each in pair) else None for pair in pairs],
-        pairs.shape)
+    return _array([_computed(operation.type, *pair) for pair in pairs], pairs.shape)
 
 
-def _product(operation: tf.Operation, sizes: Any, _: Any) -> Entries:
-    return np.array(int(sizes.prod()), object)
+def _reduced(operation: tf.Operation, entries: Entries, _: Any) -> Entries | None:
+    """The reduction of all entries."""
+    numbers = [*([1] if operation.type == "Prod" else []), *entries.flat]
+    compute = functools.partial(_computed, _REDUCTIONS[operation.type])
+    return _array([functools.reduce(compute, numbers)], []) \
+        if numbers and operation.outputs[0].shape.rank == 0 else None
+
+
+def _broadcast_args(operation: tf.Operation, *shapes: Any) -> Entries:
+    rank = max(map(len, shapes))
+    return _arithmetic(operation, *(_array([*[1] * (rank - len(shape)), *shape], [rank])
+                                    for shape in shapes))
 
 
 def _filled(operation: tf.Operation, _: Any, entry: Entries) -> Entries | None:
@@ -266,13 +321,14 @@ def _filled(operation: tf.Operation, _: Any, entry: Entries) -> Entries | None:
 
 def _offsets(operation: tf.Operation, axis: Any, *shapes: Any) -> list[Entries]:
     """The offset of each input in a concatenation: 0 in all dimensions but the axis."""
-    offsets, rank = [], operation.outputs[0].shape[0]
-    start: int | None = 0
-    for shape in shapes:
-        offsets.append(_array([0] * rank, [rank]))
-        offsets[-1][int(axis) % rank] = start
-        size = None if shape is None else shape[int(axis) % rank]
-        start = start + size if isinstance(size, _INTEGER) and start is not None else None
+    add, same = (functools.partial(_computed, kind) for kind in ("AddV2", "Maximum"))
+    sizes = [*zip(*shapes)]
+    starts = [*itertools.accumulate(sizes.pop(int(axis))[:-1], add, initial=0)]
+    for others in sizes:
+        functools.reduce(same, others)  # the kernel compares them
+    offsets = [_array([0] * len(shape), [len(shape)]) for shape in shapes]
+    for each, start in zip(offsets, starts):
+        each[int(axis)] = start
     return offsets
 
 
@@ -310,6 +366,8 @@ _COMPUTE: dict[str, tuple[str, Callable[..., Any]]] = {
                if entries.ndim == 1 else None),
     "Transpose": ("ek", lambda _, entries, order: entries.transpose(order)),
     "InvertPermutation": ("k", lambda _, order: np.argsort(order).astype(object)),
-    "Prod": ("k-", _product), "BroadcastGradientArgs": ("k", _broadcast_gradient_args),
-    "ConcatOffset": ("k-", _offsets), "DynamicStitch": ("-", _stitched),
-    **dict.fromkeys(_ARITHMETIC, ("e", _arithmetic))}
+    "BroadcastArgs": ("e", _broadcast_args),
+    "BroadcastGradientArgs": ("k", _broadcast_gradient_args),
+    "ConcatOffset": ("ke", _offsets), "DynamicStitch": ("-", _stitched),
+    **dict.fromkeys(_REDUCTIONS, ("e-", _reduced)),
+    **dict.fromkeys(sorted({*_ARITHMETIC} - {"BroadcastArgs"}), ("e", _arithmetic))}

@@ -33,7 +33,7 @@ def _output_is_smaller(op: Op, output: Spec) -> bool:
 @rule("GatherV2")
 def gather(op: Op, specs: Sequence[Spec]) -> Plan | None:
     if isinstance(specs[0], Size):
-        return shapes.moved_sizes(op, specs)
+        return shapes.computed_sizes(op, specs)
     ranks, batch = (op.rank(0), op.rank(1)), op.attr("batch_dims")
     axes = op.axes(2, ranks[0])
     if axes is None or None in ranks or batch < 0:

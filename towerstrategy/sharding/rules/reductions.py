@@ -35,10 +35,13 @@ def _reduced(op: Op, axes: Spec) -> Sequence[bool | None] | None:
 @rule("Sum", "Mean", "Max", "Min", "Prod", "All", "Any", "EuclideanNorm")
 def reduction(op: Op, specs: Sequence[Spec]) -> Plan | None:
     spec, keep = specs[0], op.attr("keep_dims")
-    if isinstance(spec, (Size, Sizes)) and op.type in ("Max", "Min"):
+    if isinstance(spec, Sizes) and op.type in ("Max", "Min"):
         return shapes.extreme_of_sizes(op, spec)
     if isinstance(spec, Size):
-        return shapes.product_of_size(op, specs) if op.type == "Prod" else None
+        plan = shapes.computed_sizes(op, specs)
+        of_all = op.type == "Prod" and op.rank(0) == 1 and op.out_rank() == 0  # unknown numbers
+        return Plan([spec, REPLICATED], [Size(0, None, spec.group)]) \
+            if plan is None and of_all else plan
     reduced = _reduced(op, specs[1])
     # The gradient of a broadcast is a sum over its axes; without axes it changes nothing.
     passes = op.type == "Sum" and reduced is not None and all(each is False for each in reduced)

@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from towerstrategy.sharding.rules.entries import entries_of, outputs_of
+from towerstrategy.sharding.rules.dimensions import is_plain
+from towerstrategy.sharding.rules.entries import NoSize, entries_of, outputs_of
 from towerstrategy.sharding.rules.registry import EACH, HOST, Op, Plan, once, rule
 from towerstrategy.sharding.spec import (
     REPLICATED,
     Axes,
     ListOf,
-    Replicated,
     Sharded,
     Size,
     Sizes,
@@ -56,8 +56,9 @@ def size(op: Op, specs: Sequence[Spec]) -> Plan | None:
     spec, static = specs[0], op.inputs[0].shape
     if not isinstance(spec, Sharded):
         return None if isinstance(spec, ListOf) else Plan(specs, [REPLICATED])
-    result = Size(0, None if static.rank is None else _entries_an_example(
-        static.as_list(), spec.dim, spec), spec.group)
+    sizes: list[Any] = [None] if static.rank is None else [
+        spec.times if dim == spec.dim else size for dim, size in enumerate(static)]
+    result = Size(0, None if None in sizes else math.prod(map(int, sizes)), spec.group)
 
     def whole(m: Any) -> list[Any]:
         return [m.towers.size(result, op.outputs[0].dtype) if has_known_rows(result)
@@ -72,29 +73,19 @@ def rank(op: Op, specs: Sequence[Spec]) -> Plan | None:
 
 
 def _entries(tensor: tf.Tensor, spec: Spec) -> Any:
-    """The values that are known in a tensor of integers, see :func:`entries_of`."""
+    """The values in a tensor, see :func:`entries_of`; a :class:`Size` for a number of rows."""
     known = spec.known if isinstance(spec, Size) else _known_axes(spec) \
         if isinstance(spec, Axes) else None
-    return entries_of(tensor) if known is None else np.array(known, object)
+    entries = entries_of(tensor) if known is None else np.array(known, object)
+    if isinstance(spec, Size) and entries is not None and spec.at < entries.size:
+        entries.flat[spec.at] = spec.moved(0)
+    return entries
 
 
 def static_sizes(op: Op, index: int, spec: Spec) -> list[Any] | None:
-    """The sizes in an input that is a shape: ints, None if unknown, a :class:`Sharded` for rows."""
+    """The sizes in an input that is a shape: ints, None if unknown, a :class:`Size` for rows."""
     entries = _entries(op.inputs[index], spec)
-    if entries is None or entries.ndim != 1:
-        return None
-    sizes = list(entries)
-    if isinstance(spec, Size) and spec.at < len(sizes):
-        sizes[spec.at] = spec.shards(0)
-    return sizes
-
-
-def _shapes_of_one_rank(op: Op, specs: Sequence[Spec]) -> list[list[Any]]:
-    """The input shapes, with ones in front up to a common rank; [] if one is unknown."""
-    sizes = [static_sizes(op, index, spec) for index, spec in enumerate(specs)]
-    known = [each for each in sizes if each is not None]
-    rank = max(map(len, known), default=0)
-    return [[1] * (rank - len(each)) + each for each in known] if len(known) == len(sizes) else []
+    return None if entries is None or entries.ndim != 1 else list(entries)
 
 
 @rule("BroadcastGradientArgs")
@@ -106,12 +97,10 @@ def broadcast_gradient_args(op: Op, specs: Sequence[Spec]) -> Plan | None:
     sums over dimensions of size 1 in both shapes, such as the rows of a batch of one row.  That
     would be wrong here, as the other towers have no rows.
     """
-    sizes = _shapes_of_one_rank(op, specs)
-    if not sizes:
+    first, second = (static_sizes(op, index, spec) for index, spec in enumerate(specs))
+    if first is None or second is None:
         return None
-    (first, second), lengths = sizes, [tensor.shape[0] for tensor in op.inputs]
-    gives = [_axes(first, second, len(first) - lengths[0]),
-             _axes(second, first, len(first) - lengths[1])]
+    gives = [_axes(first, second), _axes(second, first)]
     values = [_known_axes(gives[0]), _known_axes(gives[1])]
 
     def whole(m: Any) -> list[Any]:
@@ -124,25 +113,18 @@ def broadcast_gradient_args(op: Op, specs: Sequence[Spec]) -> Plan | None:
     return Plan(specs, gives, whole=whole)
 
 
-def _axes(shape: Sequence[Any], other: Sequence[Any], missing: int) -> Axes:
-    """The axes for one operand of a broadcast; ``missing`` ones were put in front of its shape."""
-    reduced: list[bool | None] = []
-    for dim, (size, other_size) in enumerate(zip(shape, other)):
-        if dim < missing:
-            reduced.append(True)
-        elif isinstance(size, Sharded) or isinstance(other_size, Sharded):
-            both = isinstance(size, Sharded) and isinstance(other_size, Sharded)
-            if both and size.group != other_size.group:
-                reduced.append(None)
-            elif isinstance(size, Sharded):
-                reduced.append(False)
-            else:
-                reduced.append({1: True, None: None}.get(size, False))
-        elif size is None or other_size is None and size == 1:
-            reduced.append(None)
-        else:
-            reduced.append(size == 1 and other_size != 1)
-    return Axes(tuple(reduced))
+def _axes(shape: list[Any], other: list[Any]) -> Axes:
+    """The axes for one operand of a broadcast, which has this shape."""
+    missing = max(len(other) - len(shape), 0)
+    others = [1] * (len(shape) - len(other)) + other[missing:]
+    return Axes((*[True] * missing, *map(_is_reduced, shape, others)))
+
+
+def _is_reduced(size: Any, other: Any) -> bool | None:
+    """Whether a dimension of one size is broadcast against one of another size; None if unknown."""
+    if isinstance(size, Size):
+        return None if isinstance(other, Size) and size.group != other.group else False
+    return None if size is None or size == 1 and other is None else size == 1 and other != 1
 
 
 def _completed(m: Any, computed: Any, axes: Axes) -> Any:
@@ -161,34 +143,32 @@ def _known_axes(axes: Axes) -> list[int] | None:
         dim for dim, reduced in enumerate(axes.reduced) if reduced]
 
 
-def moved_sizes(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    """The plan of an op that moves entries of shapes: slices, packs, concatenates, transposes.
+def computed_sizes(op: Op, specs: Sequence[Spec]) -> Plan | None:
+    """The plan of an op that moves entries of shapes, or computes others from them.
 
-    The spec itself is put in place of each number of rows in the inputs, and looked for in the
-    outputs. An output without one is the same for all towers.
+    The numbers of rows among the inputs are looked for in the outputs. An output without one is the
+    same for all towers.
     """
-    inputs = []
-    for tensor, spec in zip(op.inputs, specs):
-        entries = _entries(tensor, spec)
-        if isinstance(spec, Size) and entries is not None:
-            entries.flat[spec.at] = spec
-        inputs.append(entries)
+    inputs = list(map(_entries, op.inputs, specs))
+    try:
+        outputs = outputs_of(op.operation, inputs)
+    except NoSize:
+        return None
+    takes = [spec if isinstance(spec, Size) else REPLICATED for spec in specs]
     gives: list[Spec] = []
-    for entries in outputs_of(op.operation, inputs):
+    for entries in outputs:
         indices = [] if entries is None else [
             at for at, entry in enumerate(entries.flat) if isinstance(entry, Size)]
         if entries is not None and 1 < len(indices) == entries.size:
-            return Plan([REPLICATED] * len(specs), [Sizes(tuple(
-                entry.moved(0) for entry in entries.flat))])
+            return Plan([REPLICATED] * len(specs), [Sizes(tuple(entries.flat))])
         if entries is None and op.type == "ConcatV2":
             size = _in_front(inputs, specs)
-            return None if size is None else Plan(
-                [spec if isinstance(spec, Size) else REPLICATED for spec in specs], [size])
+            return None if size is None else Plan(takes, [size])
         if entries is None or len(indices) > 1 or not indices and any(
                 each is None for each in inputs):
             return None
         gives.append(_moved_size(entries, indices[0]) if indices else REPLICATED)
-    return Plan([spec if isinstance(spec, Size) else REPLICATED for spec in specs], gives)
+    return Plan(takes, gives)
 
 
 def _in_front(inputs: Sequence[Any], specs: Sequence[Spec]) -> Size | None:
@@ -207,57 +187,20 @@ def _moved_size(entries: Any, at: int) -> Size:
         None if index == at else entry for index, entry in enumerate(entries)))
 
 
-def product_of_size(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    """The plan of the product of a shape's sizes: the number of entries of a tensor."""
-    spec = specs[0]
-    if not isinstance(spec, Size) or op.out_rank() != 0 or op.rank(0) not in (0, 1):
-        return None
-    if op.rank(0) == 0:  # a scalar: nothing is reduced
-        return Plan([spec, REPLICATED], [spec])
-    sizes = static_sizes(op, 0, spec)
-    times = None if sizes is None else _entries_an_example(sizes, spec.at, spec)
-    return Plan([spec, REPLICATED], [Size(0, times, spec.group)])
-
-
-def extreme_of_sizes(op: Op, spec: Size | Sizes) -> Plan | None:
+def extreme_of_sizes(op: Op, sizes: Sizes) -> Plan | None:
     """The plan of the maximum or minimum of equal numbers of rows."""
-    size = spec.each[0] if isinstance(spec, Sizes) else spec
-    if op.out_rank() != 0 or op.inputs[0].shape != [1] if isinstance(spec, Size) \
-            else len({*spec.each}) > 1:
+    size, dtype = sizes.each[0], op.outputs[0].dtype
+    if len({*sizes.each}) > 1 or not has_known_rows(size):
         return None
-    if isinstance(spec, Size):
-        return Plan([spec, REPLICATED], [size.moved(0)])
-    if not has_known_rows(size):
-        return None
-    dtype = op.outputs[0].dtype
     return Plan([REPLICATED] * 2, [size], alone=0, make=lambda m: [
         m.each(lambda tower: m.towers.size(size, dtype, tower))])
 
 
-def _entries_an_example(sizes: Sequence[Any], rows: int, spec: Sharded | Size) -> int | None:
-    """How many entries an example of a tensor of these sizes has; None if unknown."""
-    others = [size for at, size in enumerate(sizes) if at != rows]
-    known = spec.times is not None and None not in others
-    return math.prod(map(int, [spec.times, *others])) if known else None
-
-
-@rule("DynamicStitch")
-def dynamic_stitch(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    """The shape of a gradient whose summed dimensions are kept, with size 1."""
-    moves = all(isinstance(spec, (Size, Replicated)) for spec in specs)
-    return moved_sizes(op, specs) if moves else None
-
-
-@rule("BroadcastArgs")
-def broadcast_args(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    """The shape of a broadcast of rows against rows, or against size 1."""
-    pairs = [{*pair} - {1} for pair in zip(*_shapes_of_one_rank(op, specs))]
-    rows = [at for at, pair in enumerate(pairs) if any(isinstance(one, Sharded) for one in pair)]
-    sizes = [spec for spec in specs if isinstance(spec, Size)]
-    if len(rows) != 1 or len(pairs[rows[0]]) > 1 or not sizes[0].times:
-        return None
-    return Plan([spec if isinstance(spec, Size) else REPLICATED for spec in specs],
-                [sizes[0].moved(rows[0])])
+@rule("DynamicStitch", "BroadcastArgs", "ConcatOffset")
+def of_shapes(op: Op, specs: Sequence[Spec]) -> Plan | None:
+    """A gradient's shape, where summed dimensions have size 1; a broadcast's; places of inputs."""
+    return computed_sizes(op, specs) if any(isinstance(spec, Size) for spec in specs) \
+        and all(map(is_plain, specs)) else None
 
 
 @rule("Range")

@@ -48,7 +48,7 @@ def _view(*types: str, data: slice = slice(1), light: bool = False) -> Callable[
                 takes[data] = moved
                 return Plan(takes, [moved[0]] * len(op.outputs), passes=_is_identity(op))
             if any(isinstance(spec, Size) for spec in moved) and all(map(is_plain, specs)):
-                return shapes.moved_sizes(op, specs)
+                return shapes.computed_sizes(op, specs)
             return function(op, specs)
 
         return rule(*types, light=light, moves=True)(view)
@@ -212,7 +212,7 @@ def slice_(op: Op, specs: Sequence[Spec]) -> Plan | None:
 @rule("Pad", "PadV2", "MirrorPad", "MirrorPadGrad")
 def pad(op: Op, specs: Sequence[Spec]) -> Plan | None:
     if isinstance(specs[0], Size):
-        return shapes.moved_sizes(op, specs)
+        return shapes.computed_sizes(op, specs)
     padding = entries_of(op.inputs[1])
     if padding is None:
         return None
