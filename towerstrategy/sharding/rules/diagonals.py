@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from towerstrategy.sharding.rules.matrices import along_front
+from towerstrategy.sharding.rules.dimensions import DIMS, by_names
 from towerstrategy.sharding.rules.registry import EACH, HOST, Op, Plan, rule
 from towerstrategy.sharding.spec import REPLICATED, Sharded, Spec, has_known_rows
 
@@ -23,7 +23,7 @@ def diag(op: Op, specs: Sequence[Spec]) -> Plan | None:
     spec, given = _of_one_matrix(op, specs, 1), (op.value(2), op.value(3))
     sizes = {size if size is None else int(size) for size in given}
     if spec is None or op.rank(0) != 1 or sizes != {-1}:
-        plan = along_front(op, specs, (_dims(op, 1),))
+        plan = _along_front(op, specs, _dims(op))
         if plan is not None and spec is not None and {op.inputs[0].shape[-1]} == sizes:
             # Its shape function refuses sizes beside a diagonal whose static shape the copy lost.
             plan.make, plan.alone = lambda m: m.copy([m.parts(0), m.parts(1), *[
@@ -43,7 +43,7 @@ def diag(op: Op, specs: Sequence[Spec]) -> Plan | None:
 def set_diag(op: Op, specs: Sequence[Spec]) -> Plan | None:
     spec = _of_one_matrix(op, specs, 2)
     if spec is None or op.rank(0) != 2:
-        return along_front(op, specs, (2, _dims(op, 2)))
+        return _along_front(op, specs, 2, inputs=2)
     given = specs[1] == spec.at(0)  # else it may have fewer entries than the matrix has rows
 
     def make(m: Any) -> Any:
@@ -64,7 +64,7 @@ def diag_part(op: Op, specs: Sequence[Spec]) -> Plan | None:
     """Only the diagonal is gathered: it may have fewer entries than the matrix has rows."""
     spec, dtype = _of_one_matrix(op, specs, 1), op.inputs[0].dtype
     if spec is None or op.rank(0) != 2 or not (dtype.is_floating or dtype.is_integer):
-        return along_front(op, specs, (2,))
+        return _along_front(op, specs, 2)
 
     def make(m: Any) -> Any:
         own = m.make("SelectV2", [m.make("Equal", _positions(m, spec), EACH), m.parts(0),
@@ -83,7 +83,7 @@ def diag_part(op: Op, specs: Sequence[Spec]) -> Plan | None:
 def band_part(op: Op, specs: Sequence[Spec]) -> Plan | None:
     spec = specs[0]
     if op.rank(0) != 2 or not isinstance(spec, Sharded) or not has_known_rows(spec):
-        return along_front(op, specs, (2,))
+        return _along_front(op, specs, 2)
 
     def make(m: Any) -> Any:
         rows, columns = _positions(m, spec)
@@ -107,9 +107,15 @@ def _of_one_matrix(op: Op, specs: Sequence[Spec], numbers: int) -> Sharded | Non
     return spec if has_known_rows(spec) else None
 
 
-def _dims(op: Op, numbers: int) -> int | None:
+def _along_front(op: Op, specs: Sequence[Spec], last: int | None, inputs: int = 1) -> Plan | None:
+    """The plan along the dimensions in front of the ``last`` ones, which the first inputs have."""
+    front = None if last is None or op.rank(0) is None else DIMS[:op.rank(0) - last]
+    return by_names(op, specs, [front] * inputs, [front])
+
+
+def _dims(op: Op) -> int | None:
     """How many dimensions diagonals have: several have one of their own, a single one has not."""
-    diagonals = op.value(numbers)
+    diagonals = op.value(1)
     if diagonals is None:
         return None
     return 1 if diagonals.size == 1 or diagonals.ravel()[0] == diagonals.ravel()[1] else 2

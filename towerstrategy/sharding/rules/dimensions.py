@@ -91,6 +91,31 @@ def by_names(op: Op, specs: Sequence[Spec], inputs: Sequence[Names | None],
     return Plan(takes, known, padded=padded) if len(known) == len(gives) else None
 
 
+def by_equation(op: Op, specs: Sequence[Spec], equation: str, parts: Spec | None = None,
+                gathers: bool = False) -> Plan | None:
+    """Like :func:`by_names`, with names as in an einsum: "...mk,...kn->...mn".
+
+    The dimensions of "..." broadcast; further dimensions of the outputs need no names.
+    """
+    left, _, out = equation.partition("->")
+    terms = left.split(",")
+    dotted = [index for index, term in enumerate(terms) if "..." in term]
+    letters = [term.replace("...", "").replace(MIXED, "") for term in (*terms, out)]
+    if None in map(op.rank, dotted) or dotted and "..." not in out \
+            or any(len({*each}) < len(each) for each in letters):
+        return None  # it adds up what is broadcast, or takes a diagonal
+    counts = [op.rank(index) - len(term) + len("...") if index in dotted else 0
+              for index, term in enumerate(terms)]
+    return by_names(op, specs, list(map(_named, terms, counts)), [_named(out, max(counts))],
+                    parts, gathers)
+
+
+def _named(term: str, count: int) -> list[str | int]:
+    """The names of a term's dimensions; "..." is ``count`` numbers, of which the last one is -1."""
+    before, dots, after = term.partition("...")
+    return [*before, *range(-count if dots else 0, 0), *after]
+
+
 def once_and_cut(op: Op, specs: Sequence[Spec], spec: Sharded) -> Plan | None:
     """The plan of an op that runs once, with all rows, and whose outputs are cut as ``spec`` says.
 

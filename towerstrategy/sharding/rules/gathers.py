@@ -64,12 +64,6 @@ def lookup(op: Op, specs: Sequence[Spec]) -> Plan | None:
     return by_names(op, specs, [None, DIMS], [DIMS])
 
 
-@rule("LowerBound", "UpperBound")
-def search_sorted(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    """Each value is looked up by itself, in the sorted numbers of its row."""
-    return by_names(op, specs, [f"a{MIXED}", "ab"], ["ab"])
-
-
 @rule("SegmentSum", "SegmentMean", "SegmentMax", "SegmentMin", "SegmentProd", "SegmentSumV2",
       "SegmentMaxV2", "SegmentMinV2", "SegmentProdV2", "SparseSegmentSum", "SparseSegmentMean",
       "SparseSegmentSqrtN")

@@ -137,11 +137,6 @@ def along_the_last_axis(op: Op, specs: Sequence[Spec]) -> Plan | None:
     return by_names(op, specs, [names], [names])
 
 
-@rule("InTopKV2", "SparseSoftmaxCrossEntropyWithLogits")
-def with_sparse_labels(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    return by_names(op, specs, ["a", "a"], ["a"])
-
-
 @rule("SoftmaxCrossEntropyWithLogits")
 def cross_entropy(op: Op, specs: Sequence[Spec]) -> Plan | None:
     """Logits and labels are broadcast against each other."""
