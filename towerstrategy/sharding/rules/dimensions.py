@@ -9,6 +9,7 @@ runs once.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import string
 from collections.abc import Sequence
@@ -97,23 +98,27 @@ def by_equation(op: Op, specs: Sequence[Spec], equation: str, parts: Spec | None
 
     The dimensions of "..." broadcast; further dimensions of the outputs need no names.
     """
-    left, _, out = equation.partition("->")
-    terms = left.split(",")
-    dotted = [index for index, term in enumerate(terms) if "..." in term]
-    letters = [term.replace("...", "").replace(MIXED, "") for term in (*terms, out)]
-    if None in map(op.rank, dotted) or dotted and "..." not in out \
-            or any(len({*each}) < len(each) for each in letters):
-        return None  # it adds up what is broadcast, or takes a diagonal
-    counts = [op.rank(index) - len(term) + len("...") if index in dotted else 0
-              for index, term in enumerate(terms)]
-    return by_names(op, specs, list(map(_named, terms, counts)), [_named(out, max(counts))],
-                    parts, gathers)
+    names = _names_in(equation, tuple(tensor.shape.rank for tensor in op.inputs))
+    return None if names is None else by_names(op, specs, *names, parts, gathers)
 
 
-def _named(term: str, count: int) -> list[str | int]:
-    """The names of a term's dimensions; "..." is ``count`` numbers, of which the last one is -1."""
-    before, dots, after = term.partition("...")
-    return [*before, *range(-count if dots else 0, 0), *after]
+@functools.cache
+def _names_in(equation: str, ranks: Sequence[int | None]) -> tuple[list[Names], list[Names]] | None:
+    """The names of inputs of these ranks and of the outputs; "..." is numbers, the last one -1.
+
+    None if the op adds up what is broadcast, or takes a diagonal.
+    """
+    *terms, out = equation.replace("->", ",").split(",")
+    dots: list[Any] = [rank and rank - len(term) + len("...") if "..." in term else 0
+                       for term, rank in zip(terms, ranks)]
+    if None in dots or any(dots) and "..." not in out:
+        return None
+    names: list[Names] = [
+        [*before, *range(-count, 0), *after]
+        for term, count in zip([*terms, out], [*dots, max(dots)])
+        for before, _, after in [term.partition("...")]]
+    letters = [[name for name in each if name != MIXED] for each in names]
+    return None if any(len({*each}) < len(each) for each in letters) else (names[:-1], names[-1:])
 
 
 def once_and_cut(op: Op, specs: Sequence[Spec], spec: Sharded) -> Plan | None:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from towerstrategy.sharding.rules import shapes
-from towerstrategy.sharding.rules.dimensions import DIMS, MIXED, by_names, is_plain
+from towerstrategy.sharding.rules.dimensions import DIMS, MIXED, by_equation, by_names, is_plain
 from towerstrategy.sharding.rules.families import AS_IT_IS, BINARY, UNARY, names
 from towerstrategy.sharding.rules.registry import Op, Plan, rule
 from towerstrategy.sharding.spec import (
@@ -84,11 +84,7 @@ def _sharded(op: Op, specs: Sequence[Spec]) -> Plan | None:
         return by_names(op, specs, [DIMS], [DIMS])
     if op.type in _OF_ONE_SHAPE:
         return by_names(op, specs, [DIMS] * len(specs), [DIMS], gathers=True)
-    ranks, rank = [op.rank(index) for index in range(len(specs))], op.out_rank()
-    if None in ranks or rank is None:
-        return None
-    return by_names(op, specs, [range(rank - each, rank) for each in ranks], [range(rank)],
-                    gathers=True)
+    return by_equation(op, specs, f"{','.join(['...'] * len(specs))}->...", gathers=True)
 
 
 def _is_linear(op: Op) -> bool:
