@@ -28,12 +28,6 @@ def is_plain(spec: Spec) -> bool:
     return not isinstance(spec, (Sharded, ListOf))
 
 
-def one_sharded(specs: Sequence[Spec]) -> Sharded | None:
-    """The one spec that all sharded inputs have; None if there is none, or more than one."""
-    sharded = {spec for spec in specs if isinstance(spec, Sharded)}
-    return sharded.pop() if len(sharded) == 1 else None
-
-
 def but(axes: Sequence[int] | None, rank: int | None, put: str = MIXED) -> str | None:
     """The names of all dimensions but ``axes``, which are named ``put``; None if unknown."""
     if axes is None or rank is None:

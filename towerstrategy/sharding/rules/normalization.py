@@ -7,14 +7,15 @@ tensors a layer, and each tower normalizes its rows by the moments of all rows.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from towerstrategy.sharding.rules.dimensions import MIXED, by_names, is_plain, one_sharded
+from towerstrategy.sharding.rules.dimensions import DIMS, by_names
 from towerstrategy.sharding.rules.registry import EACH, HOST, Op, Plan, rule
-from towerstrategy.sharding.spec import REPLICATED, SUM, Sharded, Spec, Variance
+from towerstrategy.sharding.spec import REPLICATED, SUM, Spec, Variance
 
 
 def _axes(op: Op) -> tuple[int, list[int]] | None:
@@ -28,37 +29,31 @@ def _axes(op: Op) -> tuple[int, list[int]] | None:
 
 @rule("FusedBatchNorm", "FusedBatchNormV2", "FusedBatchNormV3")
 def fused(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    spec, axes = specs[0], _axes(op)
-    if not isinstance(spec, Sharded) or axes is None:
-        return None
-    others = [REPLICATED] * (len(op.outputs) - 1)
-    if spec.dim == axes[0]:
-        return _by_channel(op, specs, axes[0], 1, 5)
-    if not all(map(is_plain, specs[1:])):
-        return None
-    takes: list[Spec] = [spec, *[REPLICATED] * (len(specs) - 1)]
-    if not op.attr("is_training"):
-        # The other outputs are the moments that the op takes, and values that no gradient uses.
-        return Plan(takes, [spec, *others], padded=True)
-    gives: list[Spec] = [spec, *others]
-    gives[4:5] = [Variance()] * len(others[3:4])
-    return Plan(takes, gives, make=lambda m: _make_normalized(m, axes))
+    plan, axes = _by_dimension(op, specs, 1, 5), _axes(op)
+    if plan is None or axes is None or plan.takes[1] != REPLICATED or not op.attr("is_training"):
+        return plan  # of the other outputs no gradient uses any, or each has its channels
+    gives = [*plan.gives]
+    gives[4:5] = [Variance()] * len(gives[4:5])
+    return Plan(plan.takes, gives, make=lambda m: _make_normalized(m, axes))
 
 
-def _by_channel(op: Op, specs: Sequence[Spec], channel: int, images: int,
-                sharded: int) -> Plan | None:
-    """The plan where each row is a channel, as in layer normalization: towers need no others' rows.
+def _by_dimension(op: Op, specs: Sequence[Spec], images: int, sharded: int) -> Plan | None:
+    """The plan of the kernel, if the moments of a tower's rows are those that it needs.
 
-    The first ``images`` inputs are images; others have a number for each channel, or no entries.
-    The first ``sharded`` outputs have entries for each channel.
+    So they are where each row is a channel, as in layer normalization.  The first ``images`` inputs
+    are images; others have a number for each channel, or no entries.  The first output is images,
+    and the first ``sharded`` ones have entries for each channel.
     """
-    if not op.type.endswith("V3") or not op.attr("is_training"):
+    axes = _axes(op)
+    if axes is None:
         return None
-    rows = f"{MIXED * channel}a"
-    names = [rows if index < images else None if tensor.shape.num_elements() == 0 else "a"
+    rows, channel = DIMS[:op.rank(0)], DIMS[axes[0]]
+    names = [rows if index < images else None if tensor.shape.num_elements() == 0 else channel
              for index, tensor in enumerate(op.inputs[:5])]
-    outputs = [rows, *["a"] * (sharded - 1), *[""] * (len(op.outputs) - sharded)]
-    return by_names(op, specs, names, outputs, REPLICATED, padded=True)
+    outputs = [rows, *[channel] * (sharded - 1), *[""] * (len(op.outputs) - sharded)]
+    plan = by_names(op, specs, names, outputs, REPLICATED, padded=True)
+    by_channel = plan is not None and plan.takes[images] != REPLICATED
+    return None if by_channel and not (op.type.endswith("V3") and op.attr("is_training")) else plan
 
 
 def _make_normalized(m: Any, axes: tuple[int, list[int]]) -> list[list[Any]]:
@@ -182,22 +177,14 @@ class _Moments:
 
 @rule("FusedBatchNormGrad", "FusedBatchNormGradV2", "FusedBatchNormGradV3")
 def fused_gradient(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    axes = _axes(op)
-    spec = one_sharded(specs[:2])
-    if axes is None or spec is None:
-        return None
-    if spec.dim == axes[0]:
-        return _by_channel(op, specs, axes[0], 2, 3)
-    if not all(map(is_plain, specs[2:])):
-        return None
-    takes: list[Spec] = [spec, spec, *[REPLICATED] * (len(specs) - 2)]
+    plan, axes = _by_dimension(op, specs, 2, 3), _axes(op)
+    if plan is None or axes is None or plan.takes[2] != REPLICATED:
+        return plan
     if not op.attr("is_training"):
-        return Plan(takes, [spec, SUM, SUM, REPLICATED, REPLICATED], padded=True)
+        return dataclasses.replace(plan, gives=[plan.gives[0], SUM, SUM, REPLICATED, REPLICATED])
     has_variance = isinstance(specs[4], Variance)
-    if has_variance:
-        takes[4] = specs[4]
-    return Plan(takes, [spec, *[REPLICATED] * 4],
-                make=lambda m: _make_gradients(m, axes, has_variance))
+    takes = [*plan.takes[:4], specs[4] if has_variance else REPLICATED, *plan.takes[5:]]
+    return Plan(takes, plan.gives, make=lambda m: _make_gradients(m, axes, has_variance))
 
 
 def _make_gradients(m: Any, axes: tuple[int, list[int]], has_variance: bool) -> list[list[Any]]:
