@@ -2,7 +2,8 @@
 
 Goes in: a tensor.  Comes out: :func:`entries_of`, the values in a small tensor of integers, None
 for each that is not static; :func:`sizes_of`, a tensor's static shape.  :func:`outputs_of` applies
-one op to such values, or to any objects that stand for them.  TensorFlow knows some of this
+one op to such values, or to any objects that stand for them, such as the :class:`Size` of a number
+of rows, with which it also computes.  TensorFlow knows some of this
 (``tf.get_static_value(..., partial=True)``), but loses values in slices, products and gathers, and
 loses the static shape of a tensor whose shape is computed from another's.
 """
