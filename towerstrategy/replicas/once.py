@@ -107,7 +107,7 @@ class _Once(contexts.Call):
         _tf.hand_on_functions(self._graph, graph)
         layout = per_tower.layout(self.contract, traffic.of_strategy(self._strategy, None))
         towers = step.towers_of(self._strategy, Builder(graph), lambda *_: None)
-        partition = replica.ReplicaPartition(towers, per_tower)
+        partition = replica.ReplicaPartition(towers)
         values = partition.run(layout, per_tower.inputs(towers))
         keys, outputs = [], []
         for leaf, value in zip(self._graph.outputs, values):

@@ -116,8 +116,8 @@ class Partition:
         if gated and len(self._checks) > 1:
             self._checks[:] = [self.towers.builder.gate(self._checks, self.towers.host)]
         checks = self._checks if gated else []
-        return outside + checks + [node for before in operation.controls
-                                   for node in self._nodes.get(before, ())]
+        return list(dict.fromkeys((*outside, *checks, *(
+            node for before in operation.controls for node in self._nodes.get(before, ())))))
 
     def _controls_on(self, controls: Iterable[str], tower: int) -> list[str]:
         """The nodes among ``controls`` that do not belong to another tower."""
@@ -139,12 +139,14 @@ class Partition:
         """The outputs of an operation that runs once, with all rows."""
         if operation.handles and values[0].read is not None:  # the loop is given what it reads
             return [values[0].read(operation)]
-        constant = all(value.constant for value in values) and homes.is_repeatable(operation)
+        constant = plan.whole is None and all(value.constant for value in values) \
+            and homes.is_repeatable(operation)
         device = towers.host if constant else self._home(operation, values)
 
         def whole() -> list[Ref]:
             if plan.whole is not None:
-                return plan.whole(Maker(operation, values, towers, device))
+                return self._made(operation, controls, plan.whole(
+                    Maker(operation, values, towers, device)))
             return self._copy(operation, [value.on(device) for value in values], device, None,
                               controls)
 
@@ -158,6 +160,12 @@ class Partition:
             tower, self._controls_on(controls, tower)))
         return [Value(towers, REPLICATED, tensor.shape, once.output(index), None, device,
                       repeated.output(index)) for index, tensor in enumerate(operation.outputs)]
+
+    def _made(self, operation: Op, controls: Sequence[str], outputs: list[Ref]) -> list[Ref]:
+        """``outputs``, which a plan has made; notes the nodes that others wait for."""
+        self._note_nodes(operation, [*controls, *(
+            ref.node for ref in outputs if ref.node in self.towers.builder.nodes)])
+        return outputs
 
     def _copy(self, operation: Op, inputs: Sequence[Ref], device: str, tower: int | None,
               controls: Iterable[str], attributes: bytes = b"") -> list[Ref]:
@@ -254,7 +262,9 @@ class Partition:
         if plan.make is not None:
             make = plan.make
             outputs = Lazily(lambda: make(maker))
-            return Lazily(lambda tower: [output[tower] for output in outputs()])
+            return Lazily(lambda tower: self._made(
+                operation, self._controls_on(controls, tower),
+                [output[tower] for output in outputs()]))
         if isinstance(plan, Nested):
             return Lazily(lambda tower: self._on_one_tower(
                 operation, plan, maker.inputs, controls, towers, tower))

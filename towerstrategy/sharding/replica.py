@@ -21,6 +21,7 @@ from towerstrategy.sharding import graphs, homes, propagate, replica_plans
 from towerstrategy.sharding.builder import Ref
 from towerstrategy.sharding.contract import Contract
 from towerstrategy.sharding.layout import Layout
+from towerstrategy.sharding.maker import Maker
 from towerstrategy.sharding.partition import Partition
 from towerstrategy.sharding.rules import registry
 from towerstrategy.sharding.rules.registry import Op, Plan
@@ -138,9 +139,15 @@ class PerTowerTensors:
         def plan_of(operation: Op) -> Plan:
             specs = layout.inputs_of(operation)
             if operation.name in self._scatters:
-                return plans.on_each_tower(operation, specs, states)
-            if operation.name in self._picks or operation.name in self._sync_ops:
-                # Tower 0's tensor counts for all.
+                return Plan(specs, [PER_TOWER], make=lambda maker: [
+                    [value.whole() for value in maker.inputs]])
+            if operation.name in self._picks:
+                tower = self._picks[operation.name]
+                return Plan(specs, [REPLICATED], once=True,
+                            whole=lambda maker: [maker.part(0, tower)])
+            if operation.name in self._sums and specs != [SUM]:
+                return Plan(specs, [REPLICATED], once=True, whole=self._sum)
+            if operation.name in self._sync_ops:  # tower 0's tensor counts for all
                 return propagate.once(layout, operation) if specs.count(REPLICATED) == len(specs) \
                     else registry.once(operation)
             return plans.plan_of(layout, operation, states, summed)
@@ -160,25 +167,11 @@ class PerTowerTensors:
         return Value(towers, PER_TOWER, tensor.shape, None, lambda tower: _outer(
             towers, tower, by_tower[tower], tensor.dtype))
 
-    def is_transfer(self, layout: Layout, operation: Op) -> bool:
-        """Whether an operation moves towers' own tensors into a sync point, or out of it."""
-        return layout.graph is self.graph and (operation.name in self._picks or (
-            operation.name in self._scatters) or operation.name in self._sums
-            and layout.specs[operation.input_names[0]] != SUM)
-
-    def transfer(self, operation: Op, values: Sequence[Value]) -> tuple[list[Value], list[Ref]]:
-        """The output of such an operation, and the tensors that it takes of ``values``."""
-        towers, shape = values[0].towers, operation.outputs[0].shape
-        if operation.name in self._scatters:
-            refs = [value.whole() for value in values]
-            return [Value(towers, PER_TOWER, shape, None, refs.__getitem__)], refs
-        if operation.name in self._sums:
-            refs, device = values[0].parts(), operation.definition.device or towers.merge
-            ref = towers.add_up_here([self._if_filled(towers, tower, part) for tower, part in
-                                      enumerate(refs)], device, shape, operation.outputs[0].dtype)
-            return [Value(towers, REPLICATED, shape, ref, None, device)], refs
-        ref = values[0].part(self._picks[operation.name])
-        return [Value(towers, REPLICATED, shape, ref)], [ref]
+    def _sum(self, maker: Maker) -> list[Ref]:
+        """The sum of an operation's input over the towers that have rows."""
+        output = maker.op.outputs[0]
+        parts = [self._if_filled(maker.towers, *part) for part in enumerate(maker.parts(0))]
+        return [maker.towers.add_up_here(parts, maker.home, output.shape, output.dtype)]
 
     def _if_filled(self, towers: Towers, tower: int, part: Ref) -> Ref:
         """``part``, or zeros if the tower has no rows."""
@@ -196,21 +189,21 @@ def _outer(towers: Towers, tower: int, value: Any, dtype: tf.DType) -> Ref:
         value, dtype, towers.devices[tower])
 
 
-def _with_spec(value: Value, spec: Spec, device: str = "") -> Value:
-    """The same parts as ``value``, with another spec, by which ``device`` can gather them."""
+def _with_spec(value: Value, spec: Spec) -> Value:
+    """The same parts as ``value``, with another spec."""
     if isinstance(spec, Sharded) and of_batch(spec):  # each tensor shows how many rows it has
         spec = dataclasses.replace(spec, group=Chosen(None))
     shape = opened(value.shape, spec.dim) if isinstance(spec, Sharded) else value.shape
-    return Value(value.towers, spec, shape, None, value.part, device or value.device)
+    return Value(value.towers, spec, shape, None, value.part, value.device)
 
 
 class ReplicaPartition(Partition):
     """Makes the nodes of a replica function."""
 
-    def __init__(self, towers: Towers, tensors: PerTowerTensors, scope: str = "",
-                 once: str = homes.ONCE, first: int = 0) -> None:
+    def __init__(self, towers: Towers, scope: str = "", once: str = homes.ONCE,
+                 first: int = 0) -> None:
         super().__init__(towers, scope, once)
-        self._tensors, self._first = tensors, first  # the number of the first of the towers
+        self._first = first  # the number of the first of the towers on this machine
         # The order in which towers run: the first micro-batches of all devices come first.
         micro_batches = len(towers) // len({*towers.devices})
         self._order = sorted(range(len(towers)), key=lambda tower: tower % micro_batches)
@@ -223,29 +216,11 @@ class ReplicaPartition(Partition):
         return self._once_scope  # updates have their own name scope in the trace
 
     def _inner(self, towers: Towers, scope: str = "", once: str = homes.ONCE) -> Partition:
-        inner = ReplicaPartition(towers, self._tensors, scope, once, self._first
-                                 + self.towers.scopes.index(towers.scopes[0]))
+        inner = ReplicaPartition(towers, scope, once,
+                                 self._first + towers.first - self.towers.first)
         if towers.builder is self.towers.builder:  # nodes of one graph
             inner._writers, inner._readers = self._writers, self._readers
         return inner
-
-    def _operation(self, layout: Layout, operation: Op) -> None:
-        values = [self._values[name] for name in operation.input_names]
-        plan = layout.plans[operation.name]
-        if self._tensors.is_transfer(layout, operation):
-            outputs, refs = self._tensors.transfer(operation, values)
-            if operation.name in self._nodes:
-                self._nodes[operation.name] += [*self._controls(operation), *(
-                    ref.node for ref in refs if ref.node in self.towers.builder.nodes)]
-        elif isinstance(plan, replica_plans.WithAllRows):
-            home = self._home(operation, [])
-            outputs = self._run_once(operation, plan, [
-                _with_spec(value, spec, home) if isinstance(spec, Sharded) else value
-                for value, spec in zip(values, plan.takes)], self._controls(operation),
-                self.towers)
-        else:
-            return super()._operation(layout, operation)
-        self._values.update(zip(operation.output_names, outputs))
 
     def _on_towers(self, operation: Op, plan: Plan, values: Sequence[Value],
                    controls: list[str], towers: Towers) -> list[Value]:

@@ -39,10 +39,6 @@ class Padded(Plan):
     table: Plan = dataclasses.field(kw_only=True)
 
 
-class WithAllRows(Plan):
-    """The operation runs once, with all towers' rows: its output is the sum over the towers."""
-
-
 class Plans:
     """The plans of operations that towers run.
 
@@ -115,7 +111,7 @@ class Plans:
         return layout
 
     def _with_all_rows(self, operation: Op, input_specs: Sequence[Spec], states: Contract
-                       ) -> WithAllRows | None:
+                       ) -> Plan | None:
         """The plan of an operation that should run once, with all rows; else None.
 
         It should if the towers' outputs add up to its output, by the table, and have more bytes.
@@ -131,7 +127,10 @@ class Plans:
         if plan is None or plan.gives != [SUM] or list(plan.takes) != specs:
             return None
         once = self._traffic.cheaper(operation, plan, specs).once
-        return WithAllRows(specs, [SUM], once=True) if once else None
+        return Plan(input_specs, [SUM], once=True, whole=lambda maker: maker.copy([
+            maker.gathered(value.parts(), spec, value.shape) if isinstance(spec, Sharded)
+            else value.on(maker.home) for value, spec in zip(maker.inputs, specs)], None)
+        ) if once else None
 
 
 def put(layout: Layout, plan_of: Callable[[Op], Plan]) -> None:
