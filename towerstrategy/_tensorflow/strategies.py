@@ -63,19 +63,14 @@ def _entered(mode: Any) -> Iterator[None]:
         distribute_lib._pop_per_thread_mode()
 
 
-def graph_seed() -> int | None:
-    """The seed of the graph being traced; None in eager code, or if the graph has no seed."""
-    return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph().seed
-
-
 @contextlib.contextmanager
-def graph_seeded(seed: int | None, tower: int) -> Iterator[None]:
-    """A context in which traced stateful random ops get a seed of ``tower``'s own."""
-    if seed is None or tower == 0:
+def graph_seeded(tower: int) -> Iterator[None]:
+    """A context in which stateful random ops get a seed of ``tower``'s own, if a seed is set."""
+    graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+    if graph is None or graph.seed is None or tower == 0:
         yield
         return
-    graph = tf.compat.v1.get_default_graph()
-    graph.seed = (seed + tower * SEED_STEP) % 2**31
+    seed, graph.seed = graph.seed, (graph.seed + tower * SEED_STEP) % 2**31
     try:
         yield
     finally:

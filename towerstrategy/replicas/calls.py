@@ -127,21 +127,15 @@ def _call_one(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: An
     first = strategy.extended.first_replica
 
     def run() -> Any:
-        with context, tf.device(device), _tf.graph_seeded(_tf.graph_seed(), first):
-            return fn(*args, **kwargs)
+        with context, tf.device(device), _tf.graph_seeded(first):
+            result = fn(*args, **kwargs)
+        if strategy.extended.workers is None:
+            return _tf.regroup((result,))
+        return _tf.regroup((result,), functools.partial(call.result, shares), always_wrap=True)
 
-    if strategy.extended.workers is None:
-        result = run() if finish is None else enclosed.run(run, finish)
-        return _tf.regroup((result,))
-
-    def run_as_worker() -> Any:
-        return _tf.regroup((run(),), functools.partial(call.result, shares), always_wrap=True)
-
-    if tf.executing_eagerly():
-        return run_as_worker()
-    # In a function body, as on workers with several towers: in a loop, TensorFlow orders the
-    # collectives of a function body otherwise, and the order must be the same on all workers.
-    return enclosed.run(run_as_worker, finish)
+    if tf.executing_eagerly() or strategy.extended.workers is None and finish is None:
+        return run()
+    return enclosed.run(strategy, run, finish)
 
 
 class _SingleTowerCall(contexts.Call):

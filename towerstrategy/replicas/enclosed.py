@@ -4,7 +4,8 @@ Goes in: a Python function that makes tensors.  Comes out: what it returns, with
 op that calls it.
 
 So a trace that is given up leaves no ops behind, and a gradient tape around the call records one
-op, whatever threads the towers are traced in.
+op, whatever threads the towers are traced in.  On several machines the order of the collectives
+must be the same everywhere: in a loop, TensorFlow orders those of a function body otherwise.
 """
 
 from __future__ import annotations
@@ -20,13 +21,17 @@ from towerstrategy.merge import results
 Finish = Callable[[tf.Graph], None]
 
 
-def run(make: Callable[[], Any], finish: Finish | None = None) -> Any:
-    """Traces ``make`` into a function body, calls it, and returns what ``make`` returned.
+def run(strategy: tf.distribute.Strategy, make: Callable[[], Any], finish: Finish | None = None
+        ) -> Any:
+    """Calls ``make``, in a function body where one is needed, and returns what it returns.
 
     Args:
+      strategy: the strategy whose towers run.
       make: makes tensors.
       finish: is called with the function's graph after ``make``, unless it is None.
     """
+    if not (finish or _tf.may_be_recorded() or strategy.extended.workers is not None):
+        return make()
     returned: list[Any] = []
 
     @tf.function(autograph=False)

@@ -39,11 +39,7 @@ def call(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: Any, kw
 
     try:
         with step.no_garbage():
-            # In a function body, for a gradient tape around the call; and on several machines, as
-            # in a loop TensorFlow orders the collectives of a function body otherwise.
-            if _tf.may_be_recorded() or strategy.extended.workers is not None:
-                return enclosed.run(run)
-            return run()
+            return enclosed.run(strategy, run)
     except NeedsOwnTrace:
         _initialize(created)
         raise
@@ -78,8 +74,8 @@ class _Once(contexts.Call):
         context = contexts.TowerContext(self._strategy, 0, self._shares, self)
         first = self._strategy.extended.first_replica
         with _tf.variables_of_caller(), _tf.operation_seeds_of_caller(), context, \
-                tf.device(None), _tf.graph_seeded(_tf.graph_seed(), first), \
-                _tf.variable_creator_scope(self._note_variable):
+                tf.device(None), _tf.graph_seeded(first), \
+                tf.variable_creator_scope(self._note_variable):
             args, kwargs = tf.nest.map_structure(self._enter, (args, kwargs))
             self._per_tower.end_stretch()
             try:

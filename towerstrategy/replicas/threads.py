@@ -35,9 +35,7 @@ def call(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: Any, kw
             return result
         weights = [each.value() for each in strategy.extended.variables() if each.trainable]
         return results.with_refused_gradients(result, RuntimeError(_OUTSIDE_GRADIENT), weights)
-    if finish or _tf.may_be_recorded() or strategy.extended.workers is not None:
-        return enclosed.run(run, finish)
-    return run()
+    return enclosed.run(strategy, run, finish)
 
 
 _OUTSIDE_GRADIENT = (
@@ -60,7 +58,6 @@ class _Call(contexts.Call):
         self._graph: Any = tf.compat.v1.get_default_graph()
         if not self._eager:
             self._graph.switch_to_thread_local()
-        self._graph_seed = _tf.graph_seed()
         outer = self._graph.get_name_scope()
         self._scope = f"{outer}/" if outer else ""
         self._turns = alone.Turns(strategy.extended.variables)
@@ -114,7 +111,7 @@ class _Call(contexts.Call):
             self._turns.begin()
         for number, tower in enumerate(self._towers):
             start = 0 if self._eager else len(self._graph.get_operations())
-            with _tf.graph_seeded(self._graph_seed, tower.replica_id_in_sync_group):
+            with _tf.graph_seeded(tower.replica_id_in_sync_group):
                 tower.proceed()
             if tower.error is not None:
                 raise tower.error
