@@ -136,10 +136,9 @@ def _are_supported(variable: Any, gradient: Any) -> bool:
         return False
     if isinstance(gradient, tf.IndexedSlices):
         values = gradient.values
-        return (not _tf.is_eager(values) and values.shape.rank == variable.shape.rank
+        return (tf.is_symbolic_tensor(values) and values.shape.rank == variable.shape.rank
                 and values.shape[1:] == variable.shape[1:])
-    return (isinstance(gradient, tf.Tensor) and not _tf.is_eager(gradient)
-            and gradient.shape.is_compatible_with(variable.shape))
+    return tf.is_symbolic_tensor(gradient) and gradient.shape.is_compatible_with(variable.shape)
 
 
 def _slot_matches(slot: Any, variable: Any) -> bool:

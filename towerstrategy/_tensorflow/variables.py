@@ -13,8 +13,8 @@ from tensorflow.python.distribute import (
     values_util,
 )
 from tensorflow.python.eager import context as eager_context
-from tensorflow.python.framework import composite_tensor, ops as framework_ops
-from tensorflow.python.ops import resource_variable_ops, variable_scope
+from tensorflow.python.framework import composite_tensor
+from tensorflow.python.ops import resource_variable_ops
 from tensorflow.python.trackable import base as trackable_base
 from tensorflow.python.util import nest as private_nest
 
@@ -47,8 +47,6 @@ is_saving_one_copy = values_util.is_saving_non_distributed
 # Raise TensorFlow's errors for unsupported synchronization and aggregation of a variable.
 check_synchronization = distribute_utils._validate_synchronization
 check_aggregation = distribute_utils._validate_aggregation
-# tf.variable_creator_scope adds a deprecated check of stacked graphs.
-variable_creator_scope = variable_scope.variable_creator_scope
 
 
 def share_dependencies(copied: Any, original: Any, but: Collection[str]) -> None:
@@ -82,8 +80,3 @@ def anonymous_variable(dtype: tf.DType, shape: tf.TensorShape) -> tf.Tensor:
     """The handle of a new variable, which is freed when no op of the step needs it any more."""
     return tf.raw_ops.VarHandleOp(dtype=dtype, shape=shape,
                                   shared_name=eager_context.anonymous_name())
-
-
-def is_eager(tensor: tf.Tensor) -> bool:
-    """Whether ``tensor`` is eager: not a symbolic tensor of a graph."""
-    return isinstance(tensor, framework_ops.EagerTensor)

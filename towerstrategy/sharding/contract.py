@@ -112,8 +112,7 @@ class Contract:
             values that are the same on all towers, or means.
           evenly: whether all towers have, or may have, as many rows; then dividing means is right.
         """
-        if gradient is None or isinstance(gradient, tf.Tensor) and not _tf.is_eager(gradient) \
-                and self._is_zero(gradient):
+        if gradient is None or tf.is_symbolic_tensor(gradient) and self._is_zero(gradient):
             return ""
         slices = gradient if isinstance(gradient, tf.IndexedSlices) else None
         state = self.of(gradient if slices is None else slices.values)
@@ -133,7 +132,7 @@ class Contract:
 
     def of(self, tensor: tf.Tensor) -> State:
         """The state of a tensor; tensors from outside are the same on all towers."""
-        return SAME if _tf.is_eager(tensor) else self._states.get(tensor.name, SAME)
+        return self._states.get(tensor.name, SAME) if tf.is_symbolic_tensor(tensor) else SAME
 
     def _operation(self, operation: tf.Operation) -> Sequence[State]:
         states = [self.of(tensor) for tensor in operation.inputs]

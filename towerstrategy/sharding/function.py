@@ -61,8 +61,7 @@ class Function:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if contexts.has_all_rows() and tf.distribute.get_strategy() is self._strategy:
             return self._function_with_all_rows(*args, **kwargs)
-        result = self._call(lambda function, *args, **kwargs: function(*args, **kwargs),
-                            args, kwargs)
+        result = self._call(lambda function: function, args, kwargs)
         if self._has_loops and tf.executing_eagerly():
             return results.with_refused_gradients(result, NotImplementedError(_EAGER_GRADIENT))
         return result
@@ -92,8 +91,7 @@ class Function:
     def get_concrete_function(self, *args: Any, **kwargs: Any) -> Any:
         """As that of ``tf.function``; sharded arguments are as ``strategy.split`` returns them."""
         with self._strategy.extended.modes.within(keeps_graph=True):
-            return self._call(lambda function, *args, **kwargs: function.get_concrete_function(
-                *args, **kwargs), args, kwargs)
+            return self._call(lambda function: function.get_concrete_function, args, kwargs)
 
     def experimental_get_tracing_count(self) -> int:
         """The number of traces."""
@@ -108,30 +106,30 @@ class Function:
     def __repr__(self) -> str:
         return f"<strategy.function of {self.python_function!r}, for {self._strategy!r}>"
 
-    def _call(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """The result of ``call`` with the ``tf.function`` and these arguments.
+    def _call(self, method: Callable[[Any], Any], args: Any, kwargs: Any) -> Any:
+        """The result of a ``method`` of the ``tf.function`` for these arguments.
 
         It is traced for any number of rows, or, if it needs the number in Python, for each number.
         """
         self._failed = False
         try:
-            return self._call_once(call, args, kwargs)
+            return self._call_once(method, args, kwargs)
         except Exception as error:
             if not (self._failed and self._any_rows and self._input_signature is None):
                 raise
             self._any_rows = False
             try:
-                return self._call_once(call, args, kwargs)
+                return self._call_once(method, args, kwargs)
             except Exception:
                 self._any_rows = True
                 raise error from None
 
-    def _call_once(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _call_once(self, method: Callable[[Any], Any], args: Any, kwargs: Any) -> Any:
         function, args, kwargs = self._function_and_arguments(args, kwargs)
         inside = tf.distribute.get_strategy() is self._strategy
         with contextlib.nullcontext() if inside else self._strategy.extended.bare_scope(
                 self._strategy):
-            return call(function, *args, **kwargs)
+            return method(function)(*args, **kwargs)
 
     def _function_and_arguments(self, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
         """The ``tf.function`` for these arguments, and the arguments as it takes them."""

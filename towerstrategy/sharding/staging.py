@@ -12,12 +12,15 @@ operation without such data, as on labels alone, runs in the first stage that ne
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Mapping
+
+import tensorflow as tf
 
 from towerstrategy.placement import scopes
 from towerstrategy.sharding.layout import Layout
 from towerstrategy.sharding.rules.registry import Op
-from towerstrategy.sharding.spec import Replicated
+from towerstrategy.sharding.spec import Replicated, Spec
 from towerstrategy.sharding.towers import Towers
 from towerstrategy.sharding.values import Value
 
@@ -37,10 +40,10 @@ def stages_of(layout: Layout, values: Mapping[str, Value], towers: Towers) -> di
     for operation in layout.order:
         stage = _stage_by_name(operation, towers)
         if stage is None and not operation.is_call:
-            known = {tensor.name: at for tensor in operation.inputs if (at := input_stages.get(
-                tensor.name, stages.get(tensor.op.name))) is not None}
-            stage = known[max(known, key=lambda name: _amount_of_data(layout, name, operation))] \
-                if known else None
+            known = [(_amount_of_data(tensor, layout.specs[tensor.name]), at)
+                     for tensor in operation.inputs if (at := input_stages.get(
+                         tensor.name, stages.get(tensor.op.name))) is not None]
+            stage = max(known, key=operator.itemgetter(0))[1] if known else None
         if stage is not None:
             stages[operation.name] = stage
     first_use: dict[str, int] = {}  # operation -> the first stage that needs an output of it
@@ -63,8 +66,7 @@ def _stage_by_name(operation: Op, towers: Towers) -> int | None:
     return towers.stage if stage is None else stage
 
 
-def _amount_of_data(layout: Layout, name: str, operation: Op) -> tuple[bool, int]:
+def _amount_of_data(tensor: tf.Tensor, spec: Spec) -> tuple[bool, int]:
     """A sort key for inputs: those with rows are larger; then by entries, unknown sizes as 1."""
-    shape = next(tensor.shape for tensor in operation.inputs if tensor.name == name)
-    rows = not isinstance(layout.specs[name], Replicated)
-    return rows, math.prod(size or 1 for size in shape) if shape.rank else 1
+    entries = math.prod(size or 1 for size in tensor.shape) if tensor.shape.rank else 1
+    return not isinstance(spec, Replicated), entries

@@ -220,13 +220,13 @@ class _Inputs:
 
     def type_specs(self, known_rows: bool) -> list[tf.TensorSpec]:
         """The signature to trace the function with: an unknown number of rows, or the batch's."""
-        return [tf.TensorSpec(leaf.shape, leaf.dtype) if not isinstance(leaf, _Component)
-                else leaf.known if known_rows else leaf.whole for leaf in self.tensors]
+        return [tf.TensorSpec(leaf.with_known_rows if known_rows and isinstance(leaf, _Component)
+                              else leaf.shape, leaf.dtype) for leaf in self.tensors]
 
     @property
     def known_rows(self) -> int | None:
         """The batch's number of rows; None if it is not known while tracing."""
-        return self._first[""].known.shape[0] if "" in self._first else None
+        return self._first[""].with_known_rows[0] if "" in self._first else None
 
     def packed(self, tensors: Sequence[tf.Tensor]) -> Any:
         """The arguments, with these tensors in place of the outer ones."""
@@ -258,30 +258,30 @@ class _Inputs:
         if not isinstance(leaf, _Component):
             return Value(towers, spec, leaf.shape, builder.take(leaf))
         refs = [builder.take(part) for part in leaf.parts]
-        return Value(towers, spec, leaf.whole.shape, None, refs.__getitem__)
+        return Value(towers, spec, leaf.shape, None, refs.__getitem__)
 
 
 class _Component:
     """One component of the batch: the towers' rows, and all workers' numbers of rows if known.
 
-    ``group`` names the batch, of a step that has several.  ``whole`` and ``known`` are the
-    ``TensorSpec`` of all rows: for any number of rows, and for their number if it is known.
+    ``group`` names the batch, of a step that has several.  ``shape`` and ``with_known_rows`` are
+    the shapes of all rows: for any number of rows, and for their number if it is known.
     """
 
     def __init__(self, parts: Sequence[tf.Tensor], counts: tf.Tensor | None,
                  workers: Any, batch: int = 0) -> None:
-        self.parts, self.counts = list(parts), counts
+        self.parts, self.counts, self.dtype = list(parts), counts, parts[0].dtype
         self.group = f"batch {batch}" if batch else ""
         shape = parts[0].shape
         for part in parts[1:]:
             shape = shape.most_specific_compatible_shape(part.shape)
-        self.whole = tf.TensorSpec(tf.TensorShape([None]).concatenate(shape[1:]), parts[0].dtype)
         sizes = [part.shape[0] for part in self.parts]
         if workers is not None:
             static = None if counts is None else tf.get_static_value(counts)
             sizes = [None] if static is None else static.tolist()
         total = None if None in sizes else sum(sizes)
-        self.known = tf.TensorSpec(tf.TensorShape([total]).concatenate(shape[1:]), parts[0].dtype)
+        self.shape, self.with_known_rows = (
+            tf.TensorShape([size]).concatenate(shape[1:]) for size in (None, total))
 
 
 def towers_of(strategy: Any, builder: Builder,

@@ -95,7 +95,7 @@ def _create_tower_local(strategy: tf.distribute.Strategy, next_creator: Callable
 def _chiefs_initial_value(workers: Workers, initial_value: Any, dtype: Any = None,
                           name: str | None = None, **_: Any) -> Any:
     """A function that returns worker 0's ``initial_value``, called when the variable is made."""
-    if tf.is_tensor(initial_value) and not _tf.is_eager(initial_value):
+    if tf.is_symbolic_tensor(initial_value) or isinstance(initial_value, tf.Variable):
         return initial_value  # computed in a function, and so on every worker
 
     @functools.cache  # one collective, as workers may have different numbers of parts

@@ -161,7 +161,7 @@ class _Traced:
             *(name for name, operation in self.operations.items()
               if operation.op_def.is_stateful),
             *(leaf.op.name for leaf in tf.nest.flatten(results, expand_composites=True)
-              if isinstance(leaf, tf.Tensor) and not _tf.is_eager(leaf))])
+              if tf.is_symbolic_tensor(leaf))])
 
 
 def _synced_inputs(traced: _Traced, owners: Mapping[str, int]) -> set[str]:
