@@ -44,7 +44,6 @@ def call_each(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: An
     if isinstance(fn, _tf.Function):
         with _noting_rows(strategy, args, kwargs):
             return _inside_function(strategy, fn)(*args, **kwargs)
-    finish = strategy.extended.xla.mark if compiles and not tf.executing_eagerly() else None
     if _tf.is_compiled_here() and not strategy.extended.compiles_whole:
         raise ValueError(_WHOLE)
     if not tf.executing_eagerly():
@@ -53,7 +52,7 @@ def call_each(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: An
     with tf.device(strategy.extended.host_device):
         shares = _shares(strategy, args, kwargs)
     if len(devices) == 1 and not strategy.extended.placement.rows:
-        return _call_one(strategy, fn, args, kwargs, shares, finish)
+        return _call_one(strategy, fn, args, kwargs, shares, compiles)
     if not tf.executing_eagerly() and strategy.extended.trace_once:
         try:
             # Layers choose ops by the kind of device that they are traced on.
@@ -63,7 +62,7 @@ def call_each(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: An
                 return once.call(strategy, fn, args, kwargs, shares)
         except NeedsOwnTrace as reason:
             strategy.extended.own_trace_reasons.append(str(reason))
-    return threads.call(strategy, fn, args, kwargs, shares, finish)
+    return threads.call(strategy, fn, args, kwargs, shares, compiles)
 
 
 _WHOLE = (
@@ -118,7 +117,7 @@ def _shares(strategy: tf.distribute.Strategy, args: Any, kwargs: Any) -> shares_
 
 
 def _call_one(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: Any, kwargs: Any,
-              shares: shares_lib.Shares, finish: enclosed.Finish | None) -> Any:
+              shares: shares_lib.Shares, compiles: bool) -> Any:
     """Calls ``fn`` on this machine's only tower."""
     call = _SingleTowerCall(strategy)
     context = contexts.TowerContext(strategy, 0, shares, call)
@@ -133,9 +132,9 @@ def _call_one(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: An
             return _tf.regroup((result,))
         return _tf.regroup((result,), functools.partial(call.result, shares), always_wrap=True)
 
-    if tf.executing_eagerly() or strategy.extended.workers is None and finish is None:
+    if tf.executing_eagerly() or strategy.extended.workers is None and not compiles:
         return run()
-    return enclosed.run(strategy, run, finish)
+    return enclosed.run(strategy, run, compiles)
 
 
 class _SingleTowerCall(contexts.Call):

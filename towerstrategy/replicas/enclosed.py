@@ -18,19 +18,16 @@ import tensorflow as tf
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.merge import results
 
-Finish = Callable[[tf.Graph], None]
 
-
-def run(strategy: tf.distribute.Strategy, make: Callable[[], Any], finish: Finish | None = None
-        ) -> Any:
+def run(strategy: tf.distribute.Strategy, make: Callable[[], Any], compiles: bool = False) -> Any:
     """Calls ``make``, in a function body where one is needed, and returns what it returns.
 
     Args:
       strategy: the strategy whose towers run.
       make: makes tensors.
-      finish: is called with the function's graph after ``make``, unless it is None.
+      compiles: whether XLA compiles the towers' ops.
     """
-    if not (finish or _tf.may_be_recorded() or strategy.extended.workers is not None):
+    if not (compiles or _tf.may_be_recorded() or strategy.extended.workers is not None):
         return make()
     returned: list[Any] = []
 
@@ -39,8 +36,8 @@ def run(strategy: tf.distribute.Strategy, make: Callable[[], Any], finish: Finis
         _tf.call_once()
         with _tf.variables_of_caller(), _tf.operation_seeds_of_caller():
             returned.append(make())
-        if finish is not None:
-            finish(tf.compat.v1.get_default_graph())
+        if compiles:
+            strategy.extended.xla.mark(tf.compat.v1.get_default_graph())
         return results.tensors_in(returned[0])
 
     outputs = list(run_towers())

@@ -22,7 +22,7 @@ from towerstrategy.variables import alone
 
 
 def call(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: Any, kwargs: Any,
-         shares: shares_lib.Shares, finish: enclosed.Finish | None = None) -> Any:
+         shares: shares_lib.Shares, compiles: bool = False) -> Any:
     """Calls ``fn`` on every tower, see :func:`calls.call_each`."""
 
     def run() -> Any:
@@ -35,7 +35,7 @@ def call(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: Any, kw
             return result
         weights = [each.value() for each in strategy.extended.variables() if each.trainable]
         return results.with_refused_gradients(result, RuntimeError(_OUTSIDE_GRADIENT), weights)
-    return enclosed.run(strategy, run, finish)
+    return enclosed.run(strategy, run, compiles)
 
 
 _OUTSIDE_GRADIENT = (

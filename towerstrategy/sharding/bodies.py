@@ -182,16 +182,28 @@ def value_of(towers: Towers, spec: Spec, shape: tf.TensorShape, refs: Iterator[t
     return Value(towers, spec, shape, whole, parts.__getitem__, device)
 
 
-def function_attributes(operation: Op, names: Sequence[str]) -> dict[str, Any]:
-    """The attributes of a branch or loop that name its functions, with these names."""
+def attributes_of(operation: Op, names: Sequence[str], takes: Iterable[Ref],
+                  gives: Iterable[Ref], in_turn: bool) -> bytes:
+    """The attributes of a branch or loop like ``operation`` with functions of these names.
+
+    Args:
+      operation: the branch or loop.
+      names: the functions' names.
+      takes: their arguments.
+      gives: their results; those of a loop are its arguments.
+      in_turn: whether an iteration waits for the one before.
+    """
     attr, functions = tf.compat.v1.AttrValue, [{"name": name} for name in names]
+    node = tf.compat.v1.NodeDef.FromString(operation.definition.attributes)
+    for stale in ("output_shapes", "_read_only_resource_inputs"):
+        node.attr.pop(stale, None)
     keys = graphs.function_attributes(operation.type)
-    if len(keys) == 1:
-        return {keys[0]: attr(list=attr.ListValue(func=functions))}
-    return {key: attr(func=function) for key, function in zip(keys, functions)}
-
-
-def types_of(dtypes: Iterable[tf.DType]) -> Any:
-    """The value of an attribute that lists dtypes."""
-    attr = tf.compat.v1.AttrValue
-    return attr(list=attr.ListValue(type=[dtype.as_datatype_enum for dtype in dtypes]))
+    for key, function in zip(keys, functions):
+        node.attr[key].CopyFrom(attr(func=function) if len(keys) > 1
+                                else attr(list=attr.ListValue(func=functions)))
+    for key, refs in (("T", takes), ("Tin", takes), ("Tout", gives)):
+        if key in node.attr:
+            node.attr[key].list.type[:] = [ref.dtype.as_datatype_enum for ref in refs]
+    if in_turn:
+        node.attr["parallel_iterations"].i = 1
+    return node.SerializeToString()

@@ -77,7 +77,8 @@ class Builder:
         return Ref(*key, tensor.dtype)
 
     def copy(self, operation: Op, inputs: Sequence[Ref], device: str, scope: str = "",
-             controls: Iterable[str] = (), attributes: bytes = b"") -> tuple[list[Ref], str]:
+             controls: Iterable[str] = (), attributes: bytes = b"",
+             dtypes: Sequence[tf.DType] | None = None) -> tuple[list[Ref], str]:
         """The outputs and the node of a copy of an operation.
 
         Args:
@@ -86,11 +87,12 @@ class Builder:
           device: the device of the copy.
           scope: its name scope, with a "/" at the end.
           controls: nodes that it waits for.
-          attributes: its attributes if not the operation's.
+          attributes, dtypes: its attributes, and its outputs' dtypes, if not the operation's.
         """
-        _, default, dtypes = operation.definition
+        _, own_attributes, own_dtypes = operation.definition
         return self._add(f"{scope}{operation.name}", operation.type, inputs, device,
-                         attributes or default, dtypes, controls, scope,
+                         attributes or own_attributes, own_dtypes if dtypes is None else dtypes,
+                         controls, scope,
                          alone=operation.is_stateful or bool(operation.controls))
 
     def make(self, type: str, inputs: Sequence[Ref], device: str, name: str = "",
@@ -113,18 +115,6 @@ class Builder:
             self._constants[key] = self._add("Const", "Const", (), device,
                                              node.SerializeToString(), [dtype])[0][0]
         return self._constants[key]
-
-    def call(self, like: Op, inputs: Sequence[Ref], device: str, scope: str,
-             controls: Iterable[str], dtypes: Sequence[tf.DType], attrs: Mapping[str, Any]
-             ) -> tuple[list[Ref], str]:
-        """A copy of ``like``, a branch or loop, that has other functions and inputs."""
-        node = tf.compat.v1.NodeDef.FromString(like.definition.attributes)
-        for stale in ("output_shapes", "_read_only_resource_inputs"):
-            node.attr.pop(stale, None)
-        for key, value in attrs.items():
-            node.attr[key].CopyFrom(value)
-        return self._add(f"{scope}{like.name}", like.type, inputs, device,
-                         node.SerializeToString(), dtypes, controls, alone=True)
 
     def note_shape(self, ref: Ref, shape: tf.TensorShape) -> None:
         """Notes the static shape of a node's output if it is fully known and of floats."""

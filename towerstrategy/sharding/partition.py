@@ -362,18 +362,15 @@ class Partition:
         for number, body in enumerate(functions):
             body.finish(extras, returns_extras=loop and number == 1)
         refs += [extra.outer() for extra in extras.values()]
-        dtypes = [ref.dtype for ref in functions[-1].results]
         names = [_tf.add_function(towers.builder.graph, body.graph) for body in functions]
-        types = bodies.types_of(ref.dtype for ref in refs)
-        attrs = bodies.function_attributes(operation, names)
-        attrs |= {"T": types} if loop else {"Tin": types, "Tout": bodies.types_of(dtypes)}
-        if loop and any(layout.has_state for layout in plan.layouts):
-            # On one device a draw may wait for the previous iteration, e.g. for its shape.
-            attrs["parallel_iterations"] = tf.compat.v1.AttrValue(i=1)
-        outputs, name = towers.builder.call(
+        returned = refs if loop else functions[-1].results
+        # On one device a draw may wait for the previous iteration, e.g. for its shape.
+        in_turn = loop and any(layout.has_state for layout in plan.layouts)
+        outputs, name = towers.builder.copy(
             operation, refs if loop else [values[0].whole(), *refs], towers.merge,
             f"{scope or self._once_scope_of(operation)}{self._scope}", controls,
-            [ref.dtype for ref in refs] if loop else dtypes, attrs)
+            bodies.attributes_of(operation, names, refs, returned, in_turn),
+            [ref.dtype for ref in returned])
         self._note_nodes(operation, [name])
         if any(body.crosses for body in functions):
             towers.across.note_control_flow(name)

@@ -280,20 +280,14 @@ class Towers:
             "Cast", [total], device, DstT=dtype)
 
     def _sum_of_parts(self, parts: Sequence[Ref], device: str) -> Ref:
-        if len(parts) == len(self.devices):  # add up the micro-batches of a device there
-            by_device: dict[str, list[Ref]] = {}
+        if len(parts) == len(self.devices):  # add up the micro-batches of a device there, in turn
+            by_device: dict[str, Ref] = {}
             for part, source in zip(parts, self.devices):
-                by_device.setdefault(source, []).append(part)
-            parts = [self._add_up_in_turn(refs, source) for source, refs in by_device.items()]
+                by_device[source] = part if source not in by_device else self.builder.make(
+                    "AddV2", [by_device[source], part], source, "merge/AddV2")
+            parts = list(by_device.values())
         if len(parts) == 1:
             return parts[0]
         if parts[0].dtype in (tf.float16, tf.bfloat16):  # cross as halves; only the sum is rounded
             parts = [self.builder.make("Cast", [part], device, DstT=tf.float32) for part in parts]
         return self.builder.make("AddN", parts, device, "merge/AddN")
-
-    def _add_up_in_turn(self, parts: Sequence[Ref], device: str) -> Ref:
-        """A sum whose parts can be freed one after another."""
-        total = parts[0]
-        for part in parts[1:]:
-            total = self.builder.make("AddV2", [total, part], device, "merge/AddV2")
-        return total
