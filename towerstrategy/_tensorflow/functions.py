@@ -15,7 +15,12 @@ from tensorflow.python.eager.polymorphic_function import (
     concrete_function,
     polymorphic_function,
 )
-from tensorflow.python.framework import auto_control_deps_utils, func_graph, op_def_registry
+from tensorflow.python.framework import (
+    auto_control_deps_utils,
+    func_graph,
+    op_def_registry,
+    random_seed,
+)
 from tensorflow.python.ops import control_flow_util, control_flow_v2_func_graphs
 
 from towerstrategy._tensorflow import wrapping
@@ -68,13 +73,16 @@ def gradient_of_call(function: Any, call: tf.Operation, *gradients: Any) -> Any:
 
 
 @contextlib.contextmanager
-def variables_of_caller() -> Iterator[None]:
-    """A context in which the calling ``tf.function`` owns the variables of the one being traced.
+def as_in_caller() -> Iterator[None]:
+    """A context in which the function being traced makes variables and seeds as its caller would.
 
-    The caller initializes them, and is traced again as a whole, as if it had made them itself.
-    Scopes entered within the function keep their variable creators, for example a strategy's.
+    The calling ``tf.function`` initializes the variables, and is traced again as a whole.  Scopes
+    entered within the function keep their variable creators, for example a strategy's.  Random ops
+    without a seed get the next number of their graph: the caller's, which then continues the count.
     """
     graph: Any = tf.compat.v1.get_default_graph()
+    next_seeds = random_seed._graph_to_seed_dict
+    next_seeds[graph] = next_seeds.get(graph.outer_graph, 0)
     stack, callers = graph._variable_creator_stack, graph.outer_graph._variable_creator_stack
     of_callers = [entry for entry in callers if entry[0] == _CREATOR_PRIORITY]
     if of_callers:
@@ -82,6 +90,7 @@ def variables_of_caller() -> Iterator[None]:
         graph._variable_creator_stack = sorted([*of_callers, *others], key=lambda entry: entry[0])
     try:
         yield
+        next_seeds[graph.outer_graph] = next_seeds[graph]
     finally:
         graph._variable_creator_stack = stack
 

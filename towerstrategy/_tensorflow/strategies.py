@@ -9,7 +9,6 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.distribute import collective_util, distribute_lib, mirrored_run
 from tensorflow.python.eager import context as eager_context
-from tensorflow.python.framework import random_seed
 from tensorflow.python.ops import nn_impl_distribute
 
 from towerstrategy._tensorflow import wrapping
@@ -75,16 +74,3 @@ def graph_seeded(tower: int) -> Iterator[None]:
         yield
     finally:
         graph.seed = seed
-
-
-@contextlib.contextmanager
-def operation_seeds_of_caller() -> Iterator[None]:
-    """A context in which the function being traced continues the caller's count of op seeds.
-
-    Random ops without a seed get the next number of their graph.  Afterwards the caller continues
-    the function's count, as if it had made the function's ops itself.
-    """
-    next_seeds, graph = random_seed._graph_to_seed_dict, tf.compat.v1.get_default_graph()
-    next_seeds[graph] = next_seeds.get(graph.outer_graph, 0)
-    yield
-    next_seeds[graph.outer_graph] = next_seeds[graph]

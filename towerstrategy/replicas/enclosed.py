@@ -34,7 +34,7 @@ def run(strategy: tf.distribute.Strategy, make: Callable[[], Any], compiles: boo
     @tf.function(autograph=False)
     def run_towers() -> list[tf.Tensor]:
         _tf.call_once()
-        with _tf.variables_of_caller(), _tf.operation_seeds_of_caller():
+        with _tf.as_in_caller():
             returned.append(make())
         if compiles:
             strategy.extended.xla.mark(tf.compat.v1.get_default_graph())

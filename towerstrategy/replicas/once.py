@@ -73,8 +73,7 @@ class _Once(contexts.Call):
         self._per_tower = replica.PerTowerTensors(self._graph, self._count, filled)
         context = contexts.TowerContext(self._strategy, 0, self._shares, self)
         first = self._strategy.extended.first_replica
-        with _tf.variables_of_caller(), _tf.operation_seeds_of_caller(), context, \
-                tf.device(None), _tf.graph_seeded(first), \
+        with _tf.as_in_caller(), context, tf.device(None), _tf.graph_seeded(first), \
                 tf.variable_creator_scope(self._note_variable):
             args, kwargs = tf.nest.map_structure(self._enter, (args, kwargs))
             self._per_tower.end_stretch()
