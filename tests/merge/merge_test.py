@@ -75,8 +75,8 @@ class GradientsTest(parameterized.TestCase):
             shares = of_rows(*rows, known=known)
             dense = [tf.constant([1., 2.]), empty]
             sparse = [slices([[1.]], [1]), slices([[2.]], [0])]
-            result = merging.gradients([dense, None, sparse],
-                                             ["CPU:0", "CPU:0", "CPU:1"], shares)
+            result = merging.gradients([dense, None, sparse], ["CPU:0", "CPU:0", "CPU:1"], shares,
+                                       ["sum"] * 3)
             self.assertIsNone(result[1])
             return result[0], tf.convert_to_tensor(result[2])
 
@@ -90,7 +90,7 @@ class GradientsTest(parameterized.TestCase):
         """Else gradients meet on another device than their variable's."""
         values = [tf.constant([1.]), tf.constant([2.])]
         merged = merging.gradients([values, values], ["CPU:1", "CPU:2"],
-                                         shares_lib.Shares.equal(2))
+                                   shares_lib.Shares.equal(2), ["sum"] * 2)
         self.assertEqual([value.device[-5:] for value in merged], ["CPU:1", "CPU:2"])
 
 

@@ -162,7 +162,7 @@ def numbers(parts: Sequence[Any]) -> list[Any]:
 
 
 def gradients(per_variable: Sequence[Sequence[Value | None] | None], devices: Sequence[str],
-              shares: shares_lib.Shares, rules: Sequence[str] = ()) -> list[Value | None]:
+              shares: shares_lib.Shares, rules: Sequence[str]) -> list[Value | None]:
     """Merges each variable's gradients on its device.
 
     A tower without rows adds nothing, even if its gradient is NaN.
@@ -171,10 +171,9 @@ def gradients(per_variable: Sequence[Sequence[Value | None] | None], devices: Se
       per_variable: for each variable, the towers' gradients (a tower may have None), or None.
       devices: for each variable, the device to merge on.
       shares: the shares of this step's batch.
-      rules: for each variable, "sum" (the default), "agreed" (a mean) or "max"; or "total": each
-        tower has this machine's sum already.
+      rules: for each variable, "sum", "agreed" (a mean) or "max"; or "total": each tower has this
+        machine's sum already.
     """
-    rules = rules or ["sum"] * len(devices)
 
     def merge(rule: str, values: Sequence[Value | None]) -> Value:
         # In eager code a tower may have no gradient: without rows, a loop over rows never runs.

@@ -84,7 +84,7 @@ class Across:
         for level, kind in sorted({*groups, *((level, "~") for level in control_flow)}):
             if kind == "~":
                 for node in control_flow[level]:
-                    self._builder.wait(node, self._last)
+                    self._builder.nodes[node].input += [f"^{self._last}"] if self._last else []
                     self._last = node
             else:  # in the order of ``cross``, which is that of the trace: the same on all workers
                 order += self._make_group(kind, groups[level, kind])

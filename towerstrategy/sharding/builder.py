@@ -131,11 +131,6 @@ class Builder:
         """A node that waits for others; many nodes can then wait for it instead of for each."""
         return self._add("merge/gate", "NoOp", (), device, b"", (), before)[1]
 
-    def wait(self, name: str, before: str) -> None:
-        """Makes a node wait for another."""
-        if before:
-            self.nodes[name].input.append(f"^{before}")
-
     def finish(self) -> None:
         """Imports the collected nodes into ``graph``."""
         graph_def = tf.compat.v1.GraphDef(versions=self.graph.graph_def_versions)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
-from towerstrategy.sharding import homes, relays
+from towerstrategy.sharding import relays
 from towerstrategy.sharding.builder import Builder, Crossings, Node, Ref
 from towerstrategy.sharding.towers import Towers
 
@@ -44,18 +44,13 @@ def finish(towers: Towers) -> None:
     """
     if (towers.across.workers is None and len(set(towers.devices)) == len(towers.stage_devices)
             and max(map(len, towers.stage_devices)) == 1):
-        pack(towers.builder, homes.ONCE)
+        pack(towers.builder)
     relays.relay_tensors(towers.builder, towers.places)
     relays.relay_rows(towers.builder, towers.detours)
 
 
-def pack(builder: Builder, scope: str) -> None:
-    """Packs small tensors that cross, among the nodes that ``builder`` has collected.
-
-    Args:
-      builder: has collected the nodes, each after the nodes that it needs.
-      scope: the prefix of new nodes' names.
-    """
+def pack(builder: Builder) -> None:
+    """Packs small tensors that cross, among the nodes that ``builder`` has collected."""
     crossings = builder.crossings(
         ref for ref, shape in builder.shapes.items() if _is_small(ref, shape))
     groups: dict[_Group, list[Ref]] = {}
@@ -66,7 +61,7 @@ def pack(builder: Builder, scope: str) -> None:
         groups.setdefault(group, []).append(ref)
     for group, refs in groups.items():
         if len(refs) >= FEWEST:
-            _pack(builder, group, refs, crossings, scope)
+            _pack(builder, group, refs, crossings)
 
 
 def _is_small(ref: Ref, shape: Sequence[int]) -> bool:
@@ -88,11 +83,10 @@ def _levels(nodes: Mapping[str, Node]) -> dict[str, int]:
     return levels
 
 
-def _pack(builder: Builder, group: _Group, refs: Sequence[Ref],
-          crossings: Crossings, scope: str) -> None:
-    packed = builder.make("Pack", refs, group.source, f"{scope}Pack", axis=0)
+def _pack(builder: Builder, group: _Group, refs: Sequence[Ref], crossings: Crossings) -> None:
+    packed = builder.make("Pack", refs, group.source, "merge/Pack", axis=0)
     for device in group.targets:
-        first = builder.make("Unpack", [packed], device, f"{scope}Unpack", num=len(refs), axis=0)
+        first = builder.make("Unpack", [packed], device, "merge/Unpack", num=len(refs), axis=0)
         for index, ref in enumerate(refs):
             for node, place in crossings[ref][device]:
                 node.input[place] = first._replace(output=index).input
