@@ -24,7 +24,6 @@ from towerstrategy.batch import sub_batches
 from towerstrategy.merge import results, shares as shares_lib
 from towerstrategy.replicas import enclosed
 from towerstrategy.sharding import contract, replica, step, traffic
-from towerstrategy.sharding.builder import Builder
 from towerstrategy.sharding.replica_plans import NeedsOwnTrace
 from towerstrategy.variables import alone, rules, tower_local
 
@@ -101,7 +100,7 @@ class _Once(contexts.Call):
         graph = tf.compat.v1.get_default_graph()
         _tf.hand_on_functions(self._graph, graph)
         layout = per_tower.layout(self.contract, traffic.of_strategy(self._strategy, None))
-        towers = step.towers_of(self._strategy, Builder(graph), lambda *_: None)
+        towers = step.towers_of(self._strategy, graph, lambda *_: None)
         partition = replica.ReplicaPartition(towers)
         values = partition.run(layout, per_tower.inputs(towers))
         keys, outputs = [], []

@@ -86,24 +86,21 @@ def _on_towers(strategy: Any, fn: Callable[..., Any], args: Any, kwargs: Any) ->
     with tf.device(strategy.extended.host_device):
         inputs = _Inputs(strategy, (args, kwargs))
     inputs.check_rows()
-    traced, packed = _traced(strategy, fn, inputs)
+    traced = _traced(strategy, fn, inputs)
     layout = propagate.propagate(traced, [
         *inputs.specs, *[REPLICATED] * (len(traced.inputs) - len(inputs.specs))],
         traffic.of_strategy(strategy, inputs.known_rows))
     _report(strategy, layout)
     _tf.hand_on_functions(traced, graph)
-    builder = Builder(graph)
-    towers = towers_of(strategy, builder,
-                       lambda tower, _, batch: inputs.count(towers, tower, batch))
-    values = inputs.values(towers, builder, traced)
-    partition = Partition(towers)
+    towers = towers_of(strategy, graph, lambda tower, _, batch: inputs.count(towers, tower, batch))
+    values, partition = inputs.values(towers, traced), Partition(towers)
     devices = [strategy.extended.merge_device if isinstance(layout.specs[tensor.name], Sharded)
                else "" for tensor in traced.outputs]  # returned rows, such as predictions
     outputs = [value.whole() for value in partition.run(layout, values, output_devices=devices)]
     strategy.extended.crossings = dict(towers.crossings)
     tensors, _ = finished(strategy, partition, zip(outputs, traced.outputs),
                           getattr(fn, "__name__", "step"))
-    return packed(tensors)
+    return _filled(traced.structured_outputs, tensors, expand_composites=True)
 
 
 def finished(strategy: Any, partition: Partition, outputs: Iterable[tuple[Ref, tf.Tensor]],
@@ -178,9 +175,9 @@ class _Inputs:
         alone = len(strategy.extended.worker_devices) == 1 and strategy.extended.workers is None
         self._lone_rows = [leaf.shape[0] for leaf in tf.nest.flatten(arguments)
                            if alone and isinstance(leaf, tf.Tensor) and leaf.shape.rank]
-        self._structure = tf.nest.map_structure(self._as_argument, arguments)
-        leaves = tf.nest.flatten(self._structure)
-        self.tensors = [leaf for leaf in leaves if isinstance(leaf, (tf.Tensor, _Component))]
+        self.structure = tf.nest.map_structure(self._as_argument, arguments)
+        self.tensors = [leaf for leaf in tf.nest.flatten(self.structure)
+                        if isinstance(leaf, (tf.Tensor, _Component))]
         self.specs: list[Spec] = [
             Sharded(0, group=leaf.group) if isinstance(leaf, _Component) else REPLICATED
             for leaf in self.tensors]
@@ -228,16 +225,11 @@ class _Inputs:
         """The batch's number of rows; None if it is not known while tracing."""
         return self._first[""].with_known_rows[0] if "" in self._first else None
 
-    def packed(self, tensors: Sequence[tf.Tensor]) -> Any:
-        """The arguments, with these tensors in place of the outer ones."""
-        tensors_left = iter(tensors)
-        flat = [next(tensors_left) if isinstance(leaf, (tf.Tensor, _Component)) else leaf
-                for leaf in tf.nest.flatten(self._structure)]
-        return tf.nest.pack_sequence_as(self._structure, flat)
-
-    def values(self, towers: Towers, builder: Builder, traced: Any) -> list[Value]:
+    def values(self, towers: Towers, traced: Any) -> list[Value]:
         """The value of each input of the traced graph."""
-        args = [self._value(towers, builder, leaf, spec)
+        take = towers.builder.take
+        args = [Value(towers, spec, leaf.shape, None, list(map(take, leaf.parts)).__getitem__)
+                if isinstance(leaf, _Component) else Value(towers, spec, leaf.shape, take(leaf))
                 for leaf, spec in zip(self.tensors, self.specs)]
         return [*args, *(captured(towers, outer, inner.shape) for outer, inner in traced.captures)]
 
@@ -253,12 +245,6 @@ class _Inputs:
         shape = builder.make("Shape", [builder.take(part)], towers.stage_devices[tower][0],
                              f"{towers.scopes[tower]}Shape", out_type=tf.int64)
         return towers.entry(shape, 0)
-
-    def _value(self, towers: Towers, builder: Builder, leaf: Any, spec: Spec) -> Value:
-        if not isinstance(leaf, _Component):
-            return Value(towers, spec, leaf.shape, builder.take(leaf))
-        refs = [builder.take(part) for part in leaf.parts]
-        return Value(towers, spec, leaf.shape, None, refs.__getitem__)
 
 
 class _Component:
@@ -284,16 +270,16 @@ class _Component:
             tf.TensorShape([size]).concatenate(shape[1:]) for size in (None, total))
 
 
-def towers_of(strategy: Any, builder: Builder,
+def towers_of(strategy: Any, graph: tf.Graph,
               counts: Callable[[int | None, tf.DType, str], Ref | None]) -> Towers:
-    """The strategy's towers, for nodes of ``builder``; ``counts`` as for :class:`Towers`."""
-    placement = strategy.extended.placement
+    """The strategy's towers, for nodes of ``graph``; ``counts`` as for :class:`Towers`."""
+    placement, builder = strategy.extended.placement, Builder(graph)
     stage_devices = [[_full(device) for device in placement.row(tower)]
                      for tower in range(len(placement.towers))]
     scopes = [f"{scopes_lib.of_tower(tower, device)}/"
               for tower, device in enumerate(strategy.extended.worker_devices)]
     spare = strategy.extended.homes.least if placement.balanced and not placement.on_cpu else ""
-    across = Across(strategy.extended.workers, builder.graph, builder, builder.take)
+    across = Across(strategy.extended.workers, graph, builder, builder.take)
     return Towers(builder, stage_devices, _full(strategy.extended.merge_device),
                   _full(strategy.extended.host_device), scopes, counts, placement.on_cpu,
                   strategy.extended.draws_rows, across, spare)
@@ -303,13 +289,20 @@ def _full(device: str) -> str:
     return tf.DeviceSpec.from_string(device).to_string()
 
 
-def _traced(strategy: Any, fn: Callable[..., Any], inputs: _Inputs
-            ) -> tuple[Any, Callable[[Sequence[tf.Tensor]], Any]]:
-    """The traced graph of ``fn``, and a function that packs its outputs as ``fn`` does."""
+def _filled(structure: Any, tensors: Iterable[tf.Tensor], **options: Any) -> Any:
+    """``structure`` with these tensors in place of those in it, in their order."""
+    left = iter(tensors)
+    return tf.nest.map_structure(
+        lambda leaf: next(left) if isinstance(leaf, (tf.Tensor, _Component)) else leaf,
+        structure, **options)
+
+
+def _traced(strategy: Any, fn: Callable[..., Any], inputs: _Inputs) -> Any:
+    """The traced graph of ``fn``."""
     converted = _tf.autograph_convert(fn)
 
     def one_device(*tensors: tf.Tensor) -> Any:
-        args, kwargs = inputs.packed(tensors)
+        args, kwargs = _filled(inputs.structure, tensors)
         return converted(*args, **kwargs)
 
     def trace(known_rows: bool) -> Any:
@@ -320,23 +313,14 @@ def _traced(strategy: Any, fn: Callable[..., Any], inputs: _Inputs
                              getattr(fn, "__name__", "step"))
 
     try:
-        traced = trace(known_rows=False)
+        return trace(known_rows=False)
     except Exception as error:
         if inputs.known_rows is None:
             raise
         try:  # the function may use the number of rows in Python
-            traced = trace(known_rows=True)
+            return trace(known_rows=True)
         except Exception:
             raise error from None
-    structure = traced.structured_outputs
-
-    def packed(tensors: Sequence[tf.Tensor]) -> Any:
-        tensors_left = iter(tensors)
-        flat = [next(tensors_left) if isinstance(leaf, tf.Tensor) else leaf
-                for leaf in tf.nest.flatten(structure, expand_composites=True)]
-        return tf.nest.pack_sequence_as(structure, flat, expand_composites=True)
-
-    return traced, packed
 
 
 def _report(strategy: Any, layout: Layout) -> None:
