@@ -31,27 +31,22 @@ from towerstrategy.variables import alone, rules, tower_local
 def call(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: Any, kwargs: Any,
          shares: shares_lib.Shares) -> Any:
     """:func:`calls.call_each` by one trace, or :class:`NeedsOwnTrace` if one cannot serve all."""
-    created: list[tuple[Any, Any]] = []
-
-    def run() -> Any:
-        return _Once(strategy, shares, created).run(fn, args, kwargs)
-
+    one_trace = _Once(strategy, shares)
     try:
         with step.no_garbage():
-            return enclosed.run(strategy, run)
+            return enclosed.run(strategy, lambda: one_trace.run(fn, args, kwargs))
     except NeedsOwnTrace:
-        _initialize(created)
+        _initialize(one_trace.created)
         raise
 
 
 class _Once(contexts.Call):
     """One call of the replica function, traced for tower 0 and run by all towers."""
 
-    def __init__(self, strategy: tf.distribute.Strategy, shares: shares_lib.Shares,
-                 created: list[tuple[Any, Any]]) -> None:
+    def __init__(self, strategy: tf.distribute.Strategy, shares: shares_lib.Shares) -> None:
         super().__init__(strategy)
         self._shares = shares
-        self._created = created  # gets each new variable with its initial value
+        self.created: list[tuple[Any, Any]] = []  # the new variables, with their initial values
         self._opened = False  # whether a value's number of rows is unknown in the trace
         self._warning: Warning | None = None  # a warning that the user has turned into an error
         self.contract = contract.Contract()
@@ -217,7 +212,7 @@ class _Once(contexts.Call):
 
     def _note_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
         variable = next_creator(**kwargs)
-        self._created.append((variable, kwargs["initial_value"]))
+        self.created.append((variable, kwargs["initial_value"]))
         return variable
 
     def _enter(self, leaf: Any) -> Any:

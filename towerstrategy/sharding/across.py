@@ -65,8 +65,7 @@ class Across:
         if self.workers is None:
             return ref
         name = self._builder.reserve(f"{_SCOPE}{kind}")
-        self._crossings[name] = _Crossing(
-            kind, ref, tf.TensorShape(None) if shape is None else shape, axis, device)
+        self._crossings[name] = _Crossing(kind, ref, tf.TensorShape(shape), axis, device)
         return Ref(name, 0, ref.dtype)
 
     def note_control_flow(self, node: str) -> None:
