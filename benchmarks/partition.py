@@ -145,7 +145,7 @@ def _profiled(seconds: dict[str, float], graphs: list[Any],
                 sys.setprofile(None)
                 seconds[name] = seconds.get(name, 0) + time.thread_time() - start
             if name == "trace":
-                graphs.append(result[0])
+                graphs.append(result)
             return result
 
         return run
