@@ -64,8 +64,8 @@ def _padded(value: Value, fill: int) -> Value:
 
 def _padding_rows(value: Value, tower: int) -> Ref:
     """1 for a tower without rows of this tensor, else 0; an int32 scalar."""
-    spec, towers = value.spec, value.towers
+    spec = value.spec
     assert isinstance(spec, Sharded)
-    rows = towers.size(spec.examples, tf.int64, tower) if can_be_cut(spec) \
-        else value.size_along(spec.dim, tower)
-    return towers.on_host("Cast", towers.on_host("Equal", rows, towers.number(0)), DstT=tf.int32)
+    return value.towers.padding_rows(
+        value.towers.size(spec.examples, tf.int64, tower)
+        if can_be_cut(spec) else value.size_along(spec.dim, tower))

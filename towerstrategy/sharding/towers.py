@@ -223,6 +223,11 @@ class Towers:
         return self.on_host("AddV2", self.offset(tower - 1, dtype, batch),
                             self.count(tower - 1, dtype, batch))
 
+    @cached
+    def padding_rows(self, rows: Ref) -> Ref:
+        """1 for a tower without rows, which gets a row of padding, else 0; an int32 scalar."""
+        return self.on_host("Cast", self.on_host("Equal", rows, self.number(0)), DstT=tf.int32)
+
     @property
     def exchange(self) -> bool:
         """Whether towers send small tensors to each other, rather than to one that merges them."""
