@@ -232,8 +232,7 @@ class TowerDataset(tf.distribute.DistributedDataset):
 
     @property
     def element_spec(self) -> Nest:
-        spec = self.dataset.element_spec
-        return spec if self._agreement is None else self._agreement.element_spec(spec)
+        return (self._agreement or self.dataset).element_spec
 
     @property
     def cardinality(self) -> int:

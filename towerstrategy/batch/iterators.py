@@ -73,7 +73,7 @@ class Steps:
 
     @property
     def element_spec(self) -> Nest:
-        return self.spec if self.agreement is None else self.agreement.element_spec(self.spec)
+        return self.spec if self.agreement is None else self.agreement.element_spec
 
     # The pipeline's elements, before the agreement of several machines: their spec, the method that
     # takes the next one, and the method that takes it as an optional.

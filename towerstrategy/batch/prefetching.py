@@ -85,7 +85,7 @@ class Layout:
         specs: list[Any] = []  # of the tensors of each part
 
         def to_optionals(*element: Any) -> tf.Tensor:
-            tensors = _tensors(element)
+            tensors = tensors_of(element)
             rows = None if rows_of is None else rows_of(element)
             counts = [] if rows is None else [rows]
             host, *towers = ([tensors[index] for index in indices] for indices in self._indices)
@@ -126,15 +126,15 @@ class Layout:
         return tf.nest.pack_sequence_as(self.spec, tensors, expand_composites=True)
 
 
-def _tensors(element: Nest) -> list[Any]:
+def tensors_of(element: Nest) -> list[Any]:
     """All tensors of ``element``, flat; nothing for components that are None."""
     return [leaf for leaf in tf.nest.flatten(element, expand_composites=True) if leaf is not None]
 
 
-def owners_of(spec: Any, towers: int, counts: bool = True) -> list[int]:
-    """The owner of each tensor of a component; without ``counts``, row counts are left out."""
+def owners_of(spec: Any, towers: int) -> list[int]:
+    """The owner of each tensor of a component."""
     several = isinstance(spec, _tf.PerReplicaSpec)
-    parts = spec._component_specs[:None if counts else towers] if several else [spec]
+    parts = spec._component_specs if several else [spec]
     owners = []
     for number, part in enumerate(parts):
         # Behind the towers' parts are the row counts, which the host reads.

@@ -208,15 +208,13 @@ class MeasuredShares:
         with tf.init_scope(), tf.device("CPU:0"):
             # Not tf.Variable: they must not become variables of a strategy.
             self._variable = _tf.ResourceVariable(tf.ones([towers], tf.int64), trainable=False)
-            # The rows of a batch, then those of each local tower.
-            self._split = _tf.ResourceVariable(
-                tf.zeros([1 + local_towers], tf.int64), trainable=False)
+            self._rows = _tf.ResourceVariable(tf.zeros([local_towers], tf.int64), trainable=False)
 
     def choose(self, units: Sequence[int]) -> None:
         """Splits rows by ``units`` from now on."""
         self.units = tuple(units)
         self._variable.assign(tf.constant(self.units, tf.int64))
-        self._split.assign(tf.zeros_like(self._split))
+        self._rows.assign(tf.zeros_like(self._rows))
 
     def now(self) -> rows_lib.Units:
         """The current units: numbers in eager code; in a graph, a tensor read when it runs."""
@@ -227,21 +225,21 @@ class MeasuredShares:
         begin = tf.data.Dataset.range(1).map(lambda _: self._variable.read_value())
         return begin.flat_map(lambda units: tf.data.Dataset.from_tensors(units).repeat())
 
-    def note(self, rows: rows_lib.Rows, sizes: rows_lib.Sizes) -> None:
-        """Stores how many of a batch's ``rows`` this machine's towers got."""
+    def note(self, sizes: rows_lib.Sizes) -> None:
+        """Stores how many rows of a batch this machine's towers got."""
         # Pipelines run ahead, and the last batch often has fewer rows, so the largest one counts.
-        now = tf.concat([tf.cast([rows], tf.int64), tf.cast(sizes, tf.int64)], 0)
-        before = self._split.read_value()
-        self._split.assign(tf.where(now[0] >= before[0], now, before), read_value=False)
+        now, before = tf.cast(sizes, tf.int64), self._rows.read_value()
+        larger = tf.reduce_sum(now) >= tf.reduce_sum(before)
+        self._rows.assign(tf.where(larger, now, before), read_value=False)
 
     def rows(self) -> list[int]:
         """The rows of this machine's towers in the largest batch since shares have changed."""
-        return self._split.numpy().tolist()[1:]
+        return self._rows.numpy().tolist()
 
     def cut(self, rows: rows_lib.Rows) -> tuple[rows_lib.Sizes, slice, None]:
         """Cuts a batch for the towers of a single machine, see :data:`rows.CutRows`."""
         sizes = rows_lib.split_rows(rows, len(self.units), self.now())
-        self.note(rows, sizes)
+        self.note(sizes)
         return sizes, slice(None), None
 
     def left_out_of_checkpoints(self, dataset: tf.data.Dataset) -> tf.data.Dataset:

@@ -8,7 +8,7 @@ that have data.  A worker whose data has ended gets elements without rows until 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
 import tensorflow as tf
@@ -36,14 +36,11 @@ class ShardingMachines(collectives.Machines):
         """The positions of this worker's towers among those of all workers."""
         return slice(self.first, self.first + self.towers)
 
-    def cuts_of(self, units: rows_lib.Units, counted: slice = slice(None),
-                note: Callable[[Any, Any], None] | None = None) -> rows_lib.CutRows:
+    def cuts_of(self, units: rows_lib.Units) -> rows_lib.CutRows:
         """A function that cuts a batch, which all workers have, for this worker's towers."""
         def cut(rows: rows_lib.Rows) -> tuple[rows_lib.Sizes, slice, rows_lib.Sizes]:
             sizes = rows_lib.split_rows(rows, self.replicas, units)
-            if note is not None:
-                note(rows, sizes[self._local_towers])
-            return sizes, self._local_towers, sizes[counted]
+            return sizes, self._local_towers, sizes
 
         return cut
 
@@ -64,26 +61,22 @@ class ShardingMachines(collectives.Machines):
             same_on_all = tf.data.Options()
             same_on_all.deterministic = True
             dataset = dataset.with_options(same_on_all)
-            note = None if measured is None else measured.note
             elements = _map_by_units(
                 dataset, self, measured, lambda element, units: splitting.split_batch(
-                    element, self.towers, self.cuts_of(units, self._local_towers, note)))
+                    element, self.towers, self.cuts_of(units)))
             length = dataset.cardinality()
         else:
             elements = _in_steps(batches, self, measured, self._local_towers)
             length = _length_for_all(batches)
         return WorkersDataset(
             elements, self, ready, length,
-            lambda fn: self.shard_dataset(dataset.map(fn), ready, measured))
+            lambda fn: self.shard_dataset(dataset.map(fn), ready, measured), measured)
 
     def shard_grouped(self, grouped: datasets_lib.TowerDataset,
                       ready: int) -> WorkersDataset:
         """A dataset of this worker's own per-tower batches, as :mod:`datasets` groups them."""
-        dataset = grouped.dataset
-        elements = dataset.map(datasets_lib.on_elements(dataset.element_spec, _counted))
-        return WorkersDataset(
-            elements, self, ready, _length_for_all(dataset),
-            lambda fn: self.shard_grouped(grouped.map(fn), ready))
+        return WorkersDataset(grouped.dataset, self, ready, _length_for_all(grouped.dataset),
+                              lambda fn: self.shard_grouped(grouped.map(fn), ready))
 
 
 def _map_by_units(dataset: tf.data.Dataset, workers: collectives.Machines, measured: Any,
@@ -139,39 +132,21 @@ def _in_steps(batches: tf.data.Dataset, workers: collectives.Machines, measured:
         size, element = sized
         sizes = rows_lib.split_rows(
             size, workers.towers, None if units is None else units[local_towers])
-        if measured is not None:
-            measured.note(size, sizes)
         return splitting.split_batch(
-            element, workers.towers, lambda _: (sizes, slice(None), sizes))
+            element, workers.towers, lambda _: (sizes, slice(None), None))
 
     sized = batches.flat_map(datasets_lib.on_elements(spec, parts))
     return _map_by_units(sized, workers, measured, split_part)
-
-
-def _counted(element: Nest) -> Nest:
-    """An element of per-tower batches, with the row counts of this worker's towers."""
-
-    def counted(leaf: Any) -> Any:
-        if leaf is None:
-            return leaf
-        parts = leaf.values if isinstance(leaf, _tf.PerReplica) else [leaf]
-        if not isinstance(leaf, sub_batches.SubBatches) and not (
-                rows_lib.has_rows(parts[0]) and parts[0].shape.rank != 0):
-            return _tf.PerReplica(parts)
-        rows = tf.stack([tf.cast(rows_lib.rows_in(part), tf.int64) for part in parts])
-        return sub_batches.SubBatches(parts, rows=rows)
-
-    return tf.nest.map_structure(counted, element)
 
 
 class Agreement(NamedTuple):
     """Agrees with the other workers on each element's rows and on the end of the data.
 
     It is part of iterators' type specs, so it holds plain values.  A pipeline's elements are
-    ``(exists, rows, values)``, see :class:`WorkersDataset`.
+    ``(exists, rows, tensors)``, see :class:`WorkersDataset`.
     """
 
-    packed: Nest  # the specs of an element that this worker's pipeline has split
+    packed: Nest  # the spec of an element that this worker's pipeline has split, without row counts
     number: int  # the index of the workers in :data:`collectives.MADE`
 
     @property
@@ -215,44 +190,35 @@ class Agreement(NamedTuple):
 
     def element(self, local: Any, rows: tf.Tensor) -> Nest:
         """An element with the values of the pipeline's element ``local`` and all towers' rows."""
-        return self._pack(local[2], lambda parts: sub_batches.SubBatches(parts, rows=rows),
-                          _tf.PerReplica)
+        packed = tf.nest.pack_sequence_as(self.packed, local[2], expand_composites=True)
+        return tf.nest.map_structure(
+            lambda leaf: sub_batches.SubBatches(leaf.values, rows=rows)
+            if isinstance(leaf, sub_batches.SubBatches) else leaf, packed)
 
-    def element_spec(self, local: Any) -> Nest:
-        """The spec of an element with the row counts of all machines, by the pipeline's spec."""
+    @property
+    def element_spec(self) -> Nest:
+        """The spec of an element with the row counts of all machines."""
         counts = tf.TensorSpec([self._workers.replicas], tf.int64)
-        return self._pack(
-            local[2], lambda specs: sub_batches.SubBatchesSpec(*specs, counts, counted=True),
-            lambda specs: _tf.PerReplicaSpec(*specs))
-
-    def _pack(self, values: Sequence[Any], batched: Callable[[list[Any]], Any],
-              plain: Callable[[list[Any]], Any]) -> Nest:
-        """An element of ``values``; ``batched`` or ``plain`` joins the towers' values."""
-        values_left = iter(values)
-
-        def component(spec: tf.TypeSpec) -> Any:
-            if rows_lib.is_absent(spec):
-                return None
-            if not isinstance(spec, _tf.PerReplicaSpec):
-                return next(values_left)
-            parts = [next(values_left) for _ in range(self._workers.towers)]
-            return (batched if isinstance(spec, sub_batches.SubBatchesSpec) else plain)(parts)
-
-        return tf.nest.map_structure(component, self.packed)
+        return tf.nest.map_structure(
+            lambda spec: sub_batches.SubBatchesSpec(*spec._component_specs, counts, counted=True)
+            if isinstance(spec, sub_batches.SubBatchesSpec) else spec, self.packed)
 
 
 class WorkersDataset(datasets_lib.TowerDataset):
     """A worker's part of a distributed dataset: its towers' rows of each global batch.
 
-    Elements of ``dataset`` hold :class:`sub_batches.SubBatches` with this worker's row counts, or
-    ``PerReplica`` values if they are no batches.  ``length`` is its ``cardinality``.
+    ``split`` has this worker's elements; ``length`` is the ``cardinality`` for all workers.
+    Elements of ``dataset`` are ``(exists, rows, tensors)``: whether it is an element, its rows on
+    this worker's towers, and its tensors.  After the data, endlessly, there are none without rows.
     """
 
-    def __init__(self, dataset: tf.data.Dataset, workers: collectives.Machines, ready: int,
-                 length: Any, mapped: Callable[[Any], WorkersDataset]) -> None:
-        self._spec, self._workers, self._length = dataset.element_spec, workers, length
-        self._agreement = Agreement(self._spec, workers.number)
-        super().__init__(self._endless(dataset).prefetch(ready), mapped)
+    def __init__(self, split: tf.data.Dataset, workers: collectives.Machines, ready: int,
+                 length: Any, mapped: Callable[[Any], WorkersDataset],
+                 measured: Any = None) -> None:
+        self._towers, self._length, self._measured = workers.towers, length, measured
+        self._agreement = Agreement(
+            tf.nest.map_structure(self._without_counts, split.element_spec), workers.number)
+        super().__init__(self._endless(split).prefetch(ready), mapped)
 
     cardinality = property(lambda self: self._length)
 
@@ -268,29 +234,42 @@ class WorkersDataset(datasets_lib.TowerDataset):
 
     def _layout(self, spec: Nest) -> prefetching.Layout:
         owners = [prefetching.HOST, prefetching.HOST]
-        for leaf in tf.nest.flatten(self._spec):
-            owners += prefetching.owners_of(leaf, self._workers.towers, counts=False)
+        for leaf in tf.nest.flatten(self._agreement.packed):
+            owners += prefetching.owners_of(leaf, self._towers)
         return prefetching.Layout(spec, owners)
 
     def _rows_of(self, element: Nest) -> Any:
         _, rows, _ = element
         return rows
 
-    def _endless(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
-        """Elements ``(exists, rows, values)``; after the data, endlessly, elements without rows."""
-        towers = self._workers.towers
+    def _without_counts(self, spec: Any) -> Any:
+        """The spec of the towers' parts of a component, which have any rows, and no row counts."""
+        if rows_lib.is_absent(spec):
+            return spec
+        parts = (spec._component_specs[:self._towers] if isinstance(spec, _tf.PerReplicaSpec)
+                 else [spec])
+        batched = isinstance(spec, sub_batches.SubBatchesSpec) or tf.TensorShape(
+            getattr(parts[0], "shape", ())).rank != 0
+        return (sub_batches.SubBatchesSpec if batched else _tf.PerReplicaSpec)(
+            *map(sub_batches.with_any_rows, parts))
+
+    def _endless(self, split: tf.data.Dataset) -> tf.data.Dataset:
+        """The elements of ``dataset``."""
+        spec = self._agreement.packed
+        no_rows = tf.zeros([self._towers], tf.int64)
 
         def flat(element: Nest) -> tuple[Any, ...]:
-            leaves = [leaf for leaf in tf.nest.flatten(element) if leaf is not None]
-            counts = (leaf.rows for leaf in leaves if isinstance(leaf, sub_batches.SubBatches))
-            return True, next(counts, tf.zeros([towers], tf.int64)), tuple(
-                part for leaf in leaves
-                for part in (leaf.values if isinstance(leaf, _tf.PerReplica) else [leaf]))
+            tensors = prefetching.tensors_of([
+                leaf.values if isinstance(leaf, _tf.PerReplica) else leaf
+                for leaf in tf.nest.flatten(element)])
+            rows = sub_batches.rows_of(
+                tf.nest.pack_sequence_as(spec, tensors, expand_composites=True))
+            if self._measured is not None:
+                self._measured.note(rows)
+            return True, no_rows if rows is None else rows, tuple(tensors)
 
-        empty = [rows_lib.no_rows(part)
-                 for spec in tf.nest.flatten(self._spec) if not rows_lib.is_absent(spec)
-                 for part in (spec._component_specs[:towers]
-                              if isinstance(spec, _tf.PerReplicaSpec) else [spec])]
-        after_end = tf.data.Dataset.from_tensors(
-            (False, tf.zeros([towers], tf.int64), tuple(empty))).repeat()
-        return dataset.map(datasets_lib.on_elements(self._spec, flat)).concatenate(after_end)
+        empty = prefetching.tensors_of([
+            rows_lib.no_rows(part) for leaf in tf.nest.flatten(spec)
+            if isinstance(leaf, _tf.PerReplicaSpec) for part in leaf._component_specs])
+        after_end = tf.data.Dataset.from_tensors((False, no_rows, tuple(empty))).repeat()
+        return split.map(datasets_lib.on_elements(split.element_spec, flat)).concatenate(after_end)
