@@ -114,22 +114,10 @@ def group_dataset(dataset: tf.data.Dataset, towers: int, ready: int = READY) -> 
 
     if towers == 1:
         return TowerDataset(dataset, mapped)
+    steps = _optionals(dataset, towers - 1).batch(towers, drop_remainder=True)
     spec = dataset.element_spec
-    batched = _is_batched(spec)
-    # window() makes a dataset of each leaf, so elements are flattened to a tuple before.
-    flat = dataset.map(on_elements(spec, _present))
-    windows = flat.window(towers, drop_remainder=not batched)
-
-    def group(*leaves: tf.data.Dataset) -> Nest:
-        window = tf.data.Dataset.zip(leaves)
-        padded = window if not batched else window.concatenate(tf.data.Dataset.from_tensors(
-            _without_rows(window.take(1).get_single_element())).repeat(towers))
-        parts = [padded.skip(tower).take(1).get_single_element() for tower in range(towers)]
-        pack: Callable[[tuple[Any, ...]], Any] = (sub_batches.SubBatches if batched
-                                                  else _tf.PerReplica)
-        return _pack(spec, parts, pack)
-
-    return TowerDataset(windows.map(_in_scope(group)).prefetch(ready), mapped)
+    return TowerDataset(
+        steps.map(_in_scope(lambda step: _joined(step, spec))).prefetch(ready), mapped)
 
 
 def zip_datasets(datasets: Sequence[tf.data.Dataset], ready: int = READY) -> TowerDataset:
@@ -146,55 +134,43 @@ def zip_datasets(datasets: Sequence[tf.data.Dataset], ready: int = READY) -> Tow
 
     if len(datasets) == 1:
         return TowerDataset(datasets[0], mapped)
-    spec = datasets[0].element_spec
-    for tower, dataset in enumerate(datasets):
-        _check_same_spec(tower, dataset.element_spec, spec)
-    batched = _is_batched(spec)
-    flat = [dataset.map(on_elements(spec, _present)) for dataset in datasets]
-    if not batched:
-        return TowerDataset(tf.data.Dataset.zip(tuple(flat)).map(
-            lambda *parts: _pack(spec, parts, _tf.PerReplica)).prefetch(ready), mapped)
-    padding = tf.data.Dataset.from_tensors((False, tuple(
-        rows_lib.no_rows(leaf) for leaf in tf.nest.flatten(spec)
-        if not rows_lib.is_absent(leaf)))).repeat()
-    flagged = [dataset.map(lambda *leaves: (True, leaves)).concatenate(padding) for dataset in flat]
-    zipped = tf.data.Dataset.zip(tuple(flagged)).take_while(
-        lambda *pairs: tf.reduce_any([has_data for has_data, _ in pairs]))
-
-    def group(*pairs: Any) -> Nest:
-        have_data, parts = zip(*pairs)
-        return _pack(spec, _padded(have_data, parts), sub_batches.SubBatches)
-
-    return TowerDataset(zipped.map(_in_scope(group)).prefetch(ready), mapped)
+    specs = [dataset.element_spec for dataset in datasets]
+    for tower, spec in enumerate(specs):
+        _check_same_spec(tower, spec, specs[0])
+    spec = tf.nest.map_structure(lambda *leaves: leaves[0].most_specific_common_supertype(
+        leaves[1:]), *specs)
+    steps = tf.data.Dataset.zip(tuple(map(_optionals, datasets)))
+    if _is_batched(spec):
+        steps = steps.take_while(lambda *step: tf.reduce_any(_have_value(step)))
+    return TowerDataset(
+        steps.map(_in_scope(lambda *step: _joined(tf.stack(step), spec))).prefetch(ready), mapped)
 
 
-def _pack(spec: Nest, parts: Sequence[Any], pack: Callable[[Any], Any]) -> Nest:
-    """One element with ``spec``'s structure from the towers' flat elements ``parts``."""
-    components = zip(*parts)
+def _optionals(dataset: tf.data.Dataset, padding: int | None = None) -> tf.data.Dataset:
+    """The elements as optionals; after batches, ``padding`` ones without a value, or endlessly."""
+    optionals = dataset.map(on_elements(dataset.element_spec, iterators.as_optional))
+    return optionals if not _is_batched(dataset.element_spec) else optionals.concatenate(
+        tf.data.Dataset.from_tensors(tf.raw_ops.OptionalNone()).repeat(padding))
+
+
+def _have_value(optionals: Sequence[tf.Tensor]) -> tf.Tensor:
+    return tf.stack([tf.raw_ops.OptionalHasValue(optional=each) for each in optionals])
+
+
+def _joined(optionals: tf.Tensor, spec: Nest) -> Nest:
+    """One element from the towers' optionals; batches without a value get no rows."""
+    each, pack = tf.unstack(optionals), _tf.PerReplica
+    if _is_batched(spec):
+        pack, spec = sub_batches.SubBatches, tf.nest.map_structure(sub_batches.with_any_rows, spec)
+        have_value = _have_value(each)
+        # Some operations need the inner dimensions, so these are of a batch with a value.
+        some = iterators.value_of(optionals[tf.argmax(tf.cast(have_value, tf.int32))], spec)
+        no_rows = iterators.as_optional(tf.nest.map_structure(
+            lambda leaf: leaf if leaf is None else rows_lib.rows_between(leaf, 0, 0), some))
+        each = tf.unstack(tf.where(have_value, optionals, no_rows))
     return tf.nest.map_structure(
-        lambda leaf: None if rows_lib.is_absent(leaf) else pack(next(components)), spec)
-
-
-def _present(element: Nest) -> tuple[Any, ...]:
-    """The components of ``element`` that are not None, flat."""
-    return tuple(leaf for leaf in tf.nest.flatten(element) if leaf is not None)
-
-
-def _without_rows(leaves: Sequence[Any]) -> tuple[Any, ...]:
-    """``leaves`` with no rows but the same inner dimensions, which some operations need."""
-    return tuple(rows_lib.rows_between(leaf, 0, 0) for leaf in leaves)
-
-
-def _padded(have_data: Sequence[tf.Tensor], parts: Sequence[Any]) -> list[Any]:
-    """``parts``; a tower whose data has ended gets another tower's part without its rows."""
-    def select(condition: tf.Tensor, yes: Any, no: Any) -> Any:
-        return tf.cond(condition, lambda: yes, lambda: no)
-
-    first = parts[-1]
-    for has_data, part in zip(have_data[-2::-1], parts[-2::-1]):
-        first = select(has_data, part, first)
-    padding = _without_rows(first)
-    return [select(has_data, part, padding) for has_data, part in zip(have_data, parts)]
+        lambda *parts: None if parts[0] is None else pack(parts),
+        *(iterators.value_of(optional, spec) for optional in each))
 
 
 class TowerDataset(tf.distribute.DistributedDataset):

@@ -82,6 +82,25 @@ class Steps:
     _optional: Callable[..., tf.experimental.Optional]
 
 
+def as_optional(element: Nest) -> tf.Tensor:
+    """An element as a ``tf.data`` optional: a variant, of one shape whatever the element's is."""
+    return tf.raw_ops.OptionalFromValue(components=tensors_of(element))
+
+
+def value_of(optional: tf.Tensor, spec: Nest) -> Nest:
+    """The element, of ``spec``, that :func:`as_optional` has made an optional of."""
+    specs = tf.nest.flatten(spec, expand_composites=True)
+    tensors = tf.raw_ops.OptionalGetValue(
+        optional=optional, output_types=[each.dtype for each in specs],
+        output_shapes=[each.shape for each in specs])
+    return tf.nest.pack_sequence_as(spec, tensors, expand_composites=True)
+
+
+def tensors_of(element: Nest) -> list[Any]:
+    """All tensors of ``element``, flat; nothing for components that are None."""
+    return [leaf for leaf in tf.nest.flatten(element, expand_composites=True) if leaf is not None]
+
+
 def copied(element: Nest) -> Nest:
     """A copy of an element, each tensor on its device."""
     def copy(tensor: tf.Tensor) -> tf.Tensor:

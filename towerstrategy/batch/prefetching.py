@@ -85,7 +85,7 @@ class Layout:
         specs: list[Any] = []  # of the tensors of each part
 
         def to_optionals(*element: Any) -> tf.Tensor:
-            tensors = tensors_of(element)
+            tensors = iterators.tensors_of(element)
             rows = None if rows_of is None else rows_of(element)
             counts = [] if rows is None else [rows]
             host, *towers = ([tensors[index] for index in indices] for indices in self._indices)
@@ -94,14 +94,11 @@ class Layout:
             parts = [[*host, *counts, *no_tower],
                      *([*no_host, *counts, *tower] for tower in towers)]
             specs[:] = [tf.nest.map_structure(tf.type_spec_from_value, part) for part in parts]
-            return tf.stack([tf.raw_ops.OptionalFromValue(components=part) for part in parts])
+            return tf.stack(list(map(iterators.as_optional, parts)))
 
         def from_optional(part: tf.Tensor) -> Any:
-            common = [first.most_specific_common_supertype(others)
-                      for first, *others in zip(*specs)]
-            tensors = tf.raw_ops.OptionalGetValue(
-                optional=part, output_types=[spec.dtype for spec in common],
-                output_shapes=[spec.shape for spec in common])
+            tensors = iterators.value_of(part, [
+                first.most_specific_common_supertype(others) for first, *others in zip(*specs)])
             hosts = len(tensors) - len(self._indices[1])
             return tuple(tensors[:hosts]), tuple(tensors[hosts:])
 
@@ -124,11 +121,6 @@ class Layout:
                 tensor.set_shape(self._tensors[index].shape)
                 tensors[index] = tensor
         return tf.nest.pack_sequence_as(self.spec, tensors, expand_composites=True)
-
-
-def tensors_of(element: Nest) -> list[Any]:
-    """All tensors of ``element``, flat; nothing for components that are None."""
-    return [leaf for leaf in tf.nest.flatten(element, expand_composites=True) if leaf is not None]
 
 
 def owners_of(spec: Any, towers: int) -> list[int]:

@@ -259,7 +259,7 @@ class WorkersDataset(datasets_lib.TowerDataset):
         no_rows = tf.zeros([self._towers], tf.int64)
 
         def flat(element: Nest) -> tuple[Any, ...]:
-            tensors = prefetching.tensors_of([
+            tensors = iterators.tensors_of([
                 leaf.values if isinstance(leaf, _tf.PerReplica) else leaf
                 for leaf in tf.nest.flatten(element)])
             rows = sub_batches.rows_of(
@@ -268,7 +268,7 @@ class WorkersDataset(datasets_lib.TowerDataset):
                 self._measured.note(rows)
             return True, no_rows if rows is None else rows, tuple(tensors)
 
-        empty = prefetching.tensors_of([
+        empty = iterators.tensors_of([
             rows_lib.no_rows(part) for leaf in tf.nest.flatten(spec)
             if isinstance(leaf, _tf.PerReplicaSpec) for part in leaf._component_specs])
         after_end = tf.data.Dataset.from_tensors((False, no_rows, tuple(empty))).repeat()
