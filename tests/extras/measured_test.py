@@ -185,7 +185,7 @@ class MeasuringTest(parameterized.TestCase):
             self.assertEqual(strategy.shares, [6., 2.])
             self.assertLen(traces, 1)
             measure = strategy.extended.inputs.measuring
-            measure._next_sample, measure._samples_left = 0, 1  # the next step is sampled
+            measure._next_sample, measure._rates = 0, [[1., 1.]]  # the next step is sampled
             iterator = iter(dataset)
             step(next(iterator))
             self.assertEqual(clock.begun, clock.ended + 1)

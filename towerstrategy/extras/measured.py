@@ -68,7 +68,6 @@ class Measuring:
         self.shares = MeasuredShares(workers.replicas if workers else local_towers, local_towers)
         self._steps, self._next_sample = 0, _WARM_UP
         self._rates: list[list[float]] = []  # of each sample since shares have changed
-        self._samples_left = ROUND  # in this round
         self._decisions = 0  # since shares have changed
         self._last_change: _Change | None = None  # None if it was undone
         self._patience = 1  # decisions until shares may change
@@ -151,7 +150,7 @@ class Measuring:
     def _change(self, units: Sequence[int], change: _Change | None) -> None:
         """Changes the shares; ``change`` is None if that undoes the last change."""
         self.shares.choose(units)
-        self._last_change, self._rates, self._samples_left, self._decisions = change, [], ROUND, 0
+        self._last_change, self._rates, self._decisions = change, [], 0
         self.changes += 1
         self._next_sample = self._steps + _IN_FLIGHT
 
@@ -168,7 +167,7 @@ class Measuring:
     def _may_spend(self) -> bool:
         """Whether there is time for a sample; a round that has begun is completed."""
         settled = self._decisions > 1 or self.changes >= _EAGER_CHANGES
-        return not settled or self._samples_left < ROUND or self._spent * (
+        return not settled or len(self._rates) % ROUND > 0 or self._spent * (
             1 + 1 / max(self.rounds, 1)) <= MOST * (time.perf_counter() - self._start)
 
     def _add(self, sample: sample_lib.Sample) -> None:
@@ -179,13 +178,12 @@ class Measuring:
             return
         self._rows = rows
         self._rates.append([count / busy for count, busy in zip(rows, sample.towers)])
-        self._samples_left -= 1
-        if self._samples_left:
+        if len(self._rates) % ROUND:
             return
         self._rates = self._rates[-ROUND * max(_KEPT_ROUNDS, self._patience):]
         self._result = (np.median(self._rates, 0).tolist(),
                         (np.std(np.log(self._rates), 0, ddof=1) / len(self._rates) ** .5).tolist())
-        self.rounds, self._samples_left = self.rounds + 1, ROUND
+        self.rounds += 1
         if self._workers is None:
             self._decide(*self._result, sum(rows))
 
