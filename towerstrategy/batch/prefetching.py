@@ -104,13 +104,9 @@ class Layout:
 
         return _tf.map_in_place(_tf.map_in_place(dataset, to_optionals).unbatch(), from_optional)
 
-    def counted(self, dataset: tf.data.Dataset,
-                follow: iterators.Follow) -> tuple[tf.data.Dataset, Any]:
-        """The dataset of host parts, counted by ``follow`` as they are taken, and the counts."""
-        hosts = len(self._indices[0])
-        if len(dataset.element_spec[0]) == hosts:
-            return dataset, None
-        return follow(dataset, lambda element: element[0][hosts])
+    def rows_of(self, host: tuple[Any, Any]) -> Any:
+        """The row counts with which the host's part ends, or None."""
+        return next(iter(host[0][len(self._indices[0]):]), None)
 
     def element(self, parts: Sequence[tuple[Any, Any]]) -> Nest:
         """The element of which the host and the towers have these parts."""
@@ -345,7 +341,7 @@ def iterate(dataset: tf.data.Dataset, layout: Layout, fetch: Fetch,
             if follow is None:
                 return streams, taking, None
             host, *towers = streams._device_iterators
-            counted, row_count = layout.counted(host._dataset, follow)
+            counted, row_count = follow(host._dataset, layout.rows_of)
             streams._device_iterators = [iter(counted), *towers]
             return streams, taking, row_count
 

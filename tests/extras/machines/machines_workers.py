@@ -381,7 +381,7 @@ def ends_early(strategy, _):
     extended = strategy.extended
     for name, options in (("", None), ("fetched_", FETCHED)):
         iterators.counting.follow = functools.partial(
-            epochs_lib.followed, extended.workers.towers, extended.first_replica)
+            epochs_lib.followed, extended.workers.towers)
         iterator = iter(strategy.distribute_datasets_from_function(dataset_fn, options))
         seen[f"{name}eager_steps"] = sum(1 for _ in iterator)
         iterators.counting.follow = None

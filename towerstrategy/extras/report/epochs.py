@@ -30,17 +30,17 @@ _SHORT = 20
 Count = Callable[[], "list[int] | None"]
 
 
-def followed(towers: int, first: int, dataset: tf.data.Dataset,
+def followed(towers: int, dataset: tf.data.Dataset,
              rows_of: Callable[[Any], Any]) -> tuple[tf.data.Dataset, Count | None]:
     """An :data:`iterators.Follow`: the dataset, in which rows are counted, and the count."""
-    local, has_rows = slice(first, first + towers), True
+    has_rows = True
 
     def add(*element: Any) -> Any:
         nonlocal has_rows
         rows = rows_of(element)
         has_rows = has_rows and rows is not None
-        if rows is not None:  # of the towers of this machine or of all machines
-            counts.assign_add(rows if rows.shape == counts.shape else rows[local], read_value=False)
+        if rows is not None:
+            counts.assign_add(rows, read_value=False)
         return element if len(element) > 1 else element[0]
 
     with quiet.harmless("count the towers' rows"):
@@ -177,8 +177,7 @@ class Watch:
         self._start = self._epoch_start = time.perf_counter()
         self._before: dict[Count | None, list[int] | None] = {}
         self._modes, extended.modes.watch = extended.modes, self
-        iterators.counting.follow = functools.partial(
-            followed, len(self._placement.towers), extended.first_replica)
+        iterators.counting.follow = functools.partial(followed, len(self._placement.towers))
 
     def begin(self, epoch: int) -> None:
         self._epoch = epoch
