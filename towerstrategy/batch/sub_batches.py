@@ -81,8 +81,8 @@ class SubBatches(_tf.PerReplica):
 
     Attributes:
       batch: the number of its batch, if an element has several batches with different row counts.
-      rows: the row counts of the towers of all machines, an int64 vector (in a worker's own
-        pipeline, of its own towers); None if this machine has all rows.
+      rows: the row counts of the towers of all machines, an int64 vector; None if its parts tell
+        them: this machine has all rows, or it is in a worker's own pipeline.
       open_rows: whether functions are traced for any number of rows.
     """
 

@@ -110,33 +110,24 @@ def _batches_of_worker(dataset: tf.data.Dataset,
 def _in_steps(batches: tf.data.Dataset, workers: collectives.Machines, measured: Any,
               local_towers: slice) -> tf.data.Dataset:
     """Splits each of this worker's batches over steps; all workers' parts make a global batch."""
-    spec = batches.element_spec
+    spec = tf.nest.map_structure(sub_batches.with_any_rows, batches.element_spec)
 
-    def parts(element: Nest) -> tf.data.Dataset:
-        leaves = tf.nest.flatten(element)
-        rows = tf.cast(rows_lib.rows_in(next(filter(rows_lib.has_rows, leaves))), tf.int64)
+    def parts(element: Nest) -> tf.Tensor:
         # Parts of equal sizes, since a worker has to do what is in its files.  Workers start at
         # different parts, so that each step has a part of every size.
-        sizes = tf.roll(rows_lib.split_rows(rows, workers.count), -workers.index, 0)
-        starts = tf.cumsum(sizes, exclusive=True)
+        split = splitting.split_batch(element, workers.count, lambda rows: (tf.roll(
+            rows_lib.split_rows(rows, workers.count), -workers.index, 0), slice(None), None))
+        leaves = [leaf.values for leaf in tf.nest.flatten(split) if leaf is not None]
+        return tf.stack(list(map(iterators.as_optional, zip(*leaves))))
 
-        def part(number: tf.Tensor) -> tuple[tf.Tensor, Nest]:
-            start, size = starts[number], sizes[number]
-            slices = [None if leaf is None else rows_lib.rows_between(leaf, start, size)
-                      for leaf in leaves]
-            return size, tf.nest.pack_sequence_as(spec, slices)
-
-        return tf.data.Dataset.range(workers.count).map(part)
-
-    def split_part(sized: tuple[tf.Tensor, Nest], units: rows_lib.Units) -> Nest:
-        size, element = sized
-        sizes = rows_lib.split_rows(
-            size, workers.towers, None if units is None else units[local_towers])
+    def split_part(part: tf.Tensor, units: rows_lib.Units) -> Nest:
+        local_units = None if units is None else units[local_towers]
         return splitting.split_batch(
-            element, workers.towers, lambda _: (sizes, slice(None), None))
+            iterators.value_of(part, spec), workers.towers, lambda rows: (
+                rows_lib.split_rows(rows, workers.towers, local_units), slice(None), None))
 
-    sized = batches.flat_map(datasets_lib.on_elements(spec, parts))
-    return _map_by_units(sized, workers, measured, split_part)
+    steps = batches.map(datasets_lib.on_elements(batches.element_spec, parts)).unbatch()
+    return _map_by_units(steps, workers, measured, split_part)
 
 
 class Agreement(NamedTuple):
