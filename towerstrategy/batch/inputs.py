@@ -88,7 +88,7 @@ class Inputs:
     def __init__(self, placement: devices_lib.Placement, workers: Workers | None,
                  measuring: Any) -> None:
         self._towers, self._workers, self.measuring = len(placement.towers), workers, measuring
-        self._first = 0 if workers is None else workers.first
+        self._here = None if workers is None else workers.here
         self._shares = placement.shares and placement.shares[::placement.micro_batches]
         self._measured = measuring and measuring.shares
         self._units = (rows_lib.units_of(placement.shares or (1.,)) if workers is None
@@ -104,12 +104,11 @@ class Inputs:
         """The shares of this machine's towers, in the form of the argument ``shares``."""
         if self._measured is None:
             return None if self._shares is None else list(self._shares)
-        here = slice(self._first, self._first + self._towers)
-        return [float(unit) for unit in self._measured.units[here]]
+        return [float(unit) for unit in self._measured.units[self._here or slice(None)]]
 
     def split(self, batch: Any) -> Any:
         """The sub-batches of this machine's towers; every machine has the same global batch."""
-        return splitting.split_batch(batch, self._towers, self._cuts())
+        return splitting.split_batch(batch, self._towers, self._cuts(), here=self._here)
 
     def distribute(self, dataset: tf.data.Dataset, ready: int,
                    fetch: prefetching.Fetch) -> datasets_lib.TowerDataset:
@@ -143,7 +142,7 @@ class Inputs:
 
     def _contexts(self, per_replica: bool, replicas: int) -> list[TowerInputContext]:
         """The contexts of this machine's pipelines: one, or one per tower."""
-        workers, here = self._workers, range(self._first, self._first + self._towers)
+        workers, here = self._workers, range(replicas)[self._here or slice(None)]
         if per_replica:
             return [TowerInputContext(replicas, tower, range(tower, tower + 1), replicas,
                                       self.units) for tower in here]
@@ -151,11 +150,10 @@ class Inputs:
         return [TowerInputContext(pipelines, pipeline, here, replicas, self.units)]
 
     def _cuts(self) -> rows_lib.CutRows | None:
-        """Computes the towers' rows; None if this machine has all towers, with equal shares."""
-        if self._workers is not None:
-            return self._workers.cuts_of(self.units)
-        if self._measured is not None:
+        """Computes all towers' rows; None if this machine has all towers, with equal shares."""
+        if self._workers is None and self._measured is not None:
             return self._measured.cut
-        units = self._units
-        return None if units is None else lambda rows: (
-            rows_lib.split_rows(rows, self._towers, units), slice(None), None)
+        units, workers = self.units, self._workers
+        towers = self._towers if workers is None else workers.replicas
+        return None if units is None and workers is None else (
+            lambda rows: rows_lib.split_rows(rows, towers, units))

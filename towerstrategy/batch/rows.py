@@ -76,9 +76,7 @@ def split_rows(rows: Rows, towers: int, units: Units = None) -> Sizes:
         floors + tf.cast(tf.reduce_sum(larger, 1) < extra, tf.int64), [towers])
 
 
-# From the rows of a batch: the row counts of all machines' towers, the slice of them that is this
-# machine's towers, and the counts for ``SubBatches.rows``, or None if its own parts tell them.
-CutRows = Callable[[Rows], tuple[Sizes, slice, "Sizes | None"]]
+CutRows = Callable[[Rows], Sizes]  # from the rows of a batch, those of each tower
 
 
 def rows_in(component: Any) -> Rows:

@@ -21,7 +21,7 @@ _LIST_HINT = " (A list or tuple is a nest of components: make an array of a list
 
 
 def split_batch(batch: Nest, towers: int, cuts: rows_lib.CutRows | None = None,
-                batches: Sequence[int] | None = None) -> Nest:
+                batches: Sequence[int] | None = None, here: slice | None = None) -> Nest:
     """The nest ``batch`` with a :class:`SubBatches` for each leaf; None stays None.
 
     With one tower, it is the batch itself, with tensors as its leaves.  Different numbers of rows
@@ -33,6 +33,7 @@ def split_batch(batch: Nest, towers: int, cuts: rows_lib.CutRows | None = None,
       towers: the number of sub-batches.
       cuts: computes each tower's rows, if other machines have towers or shares are unequal.
       batches: for each leaf, the number of the batch that it belongs to; None if there is only one.
+      here: with several machines, this one's towers among those whose rows ``cuts`` computes.
     """
     named = _tf.flatten_with_paths(batch)
     tensors = [_as_component(path, leaf) for path, leaf in named]
@@ -44,7 +45,7 @@ def split_batch(batch: Nest, towers: int, cuts: rows_lib.CutRows | None = None,
     numbers = batches or [0] * len(named)
     split = {each: _splitter([
         (path, tensor) for (path, _), tensor, number in zip(named, tensors, numbers)
-        if number == each and rows_lib.has_rows(tensor)], towers, cuts, each)
+        if number == each and rows_lib.has_rows(tensor)], towers, cuts, each, here)
         for each in dict.fromkeys(numbers)}
     if towers == 1 and cuts is None:
         return tf.nest.pack_sequence_as(batch, tensors)
@@ -55,13 +56,13 @@ def split_batch(batch: Nest, towers: int, cuts: rows_lib.CutRows | None = None,
 
 
 def _splitter(components: Sequence[tuple[str, Any]], towers: int, cuts: rows_lib.CutRows | None,
-              batch: int) -> Callable[[Any], sub_batches.SubBatches]:
+              batch: int, here: slice | None) -> Callable[[Any], sub_batches.SubBatches]:
     """A function that splits a component of the batch of ``components``, pairs of path, tensor."""
     rows = _common_rows(components)
-    sizes, here, counts = (
-        (rows_lib.split_rows(rows, towers), slice(None), None) if cuts is None else cuts(rows))
-    vector = None if counts is None else tf.convert_to_tensor(counts, tf.int64)
-    return lambda tensor: sub_batches.SubBatches(rows_lib.cut(tensor, sizes, here), batch, vector)
+    sizes = rows_lib.split_rows(rows, towers) if cuts is None else cuts(rows)
+    counts = None if here is None else tf.convert_to_tensor(sizes, tf.int64)
+    return lambda tensor: sub_batches.SubBatches(
+        rows_lib.cut(tensor, sizes, here or slice(None)), batch, counts)
 
 
 def as_sub_batches(grouped: Nest) -> Nest:

@@ -234,11 +234,11 @@ class MeasuredShares:
         """The rows of this machine's towers in the largest batch since shares have changed."""
         return self._rows.numpy().tolist()
 
-    def cut(self, rows: rows_lib.Rows) -> tuple[rows_lib.Sizes, slice, None]:
-        """Cuts a batch for the towers of a single machine, see :data:`rows.CutRows`."""
+    def cut(self, rows: rows_lib.Rows) -> rows_lib.Sizes:
+        """The rows of the towers of a single machine, see :data:`rows.CutRows`."""
         sizes = rows_lib.split_rows(rows, len(self.units), self.now())
         self.note(sizes)
-        return sizes, slice(None), None
+        return sizes
 
     def left_out_of_checkpoints(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
         """``dataset`` with iterators that can be saved in a checkpoint, without the shares."""

@@ -99,7 +99,7 @@ class Shares:
         """The row counts of this machine's towers."""
         if self.workers is None:
             return self._rows
-        return self._rows[self.workers.first:self.workers.first + self.workers.towers]
+        return self._rows[self.workers.here]
 
     def in_words(self, tower: int) -> str:
         """The row count of ``tower`` in words, for errors; "" if unknown."""

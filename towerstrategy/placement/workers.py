@@ -6,7 +6,7 @@ machine's part of the dataset.  With a single machine, there is None in place of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import tensorflow as tf
@@ -27,6 +27,11 @@ class Workers(Protocol):
         """Whether this is worker 0, which gives the initial values and writes files."""
         return self.index == 0
 
+    @property
+    def here(self) -> slice:
+        """The positions of this worker's towers among those of all workers."""
+        return slice(self.first, self.first + self.towers)
+
     def sum(self, values: Sequence[Any]) -> list[Any]:
         """The sums over the workers of their ``values``, tensors or slices; None stays None."""
 
@@ -38,9 +43,6 @@ class Workers(Protocol):
 
     def gather_rows(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Each of ``values`` gathered along its first dimension; their row counts may differ."""
-
-    def cuts_of(self, units: Any) -> Callable[[Any], Any]:
-        """A ``rows.CutRows`` for batches that every worker has, by the shares of all towers."""
 
     def shard_dataset(self, dataset: tf.data.Dataset, ready: int, measured: Any = None) -> Any:
         """This worker's part of a dataset of global batches."""

@@ -31,19 +31,6 @@ Policy: TypeAlias = tf.data.experimental.AutoShardPolicy
 class ShardingMachines(collectives.Machines):
     """The workers of one strategy, with all methods of :class:`placement.workers.Workers`."""
 
-    @property
-    def _local_towers(self) -> slice:
-        """The positions of this worker's towers among those of all workers."""
-        return slice(self.first, self.first + self.towers)
-
-    def cuts_of(self, units: rows_lib.Units) -> rows_lib.CutRows:
-        """A function that cuts a batch, which all workers have, for this worker's towers."""
-        def cut(rows: rows_lib.Rows) -> tuple[rows_lib.Sizes, slice, rows_lib.Sizes]:
-            sizes = rows_lib.split_rows(rows, self.replicas, units)
-            return sizes, self._local_towers, sizes
-
-        return cut
-
     def shard_dataset(self, dataset: tf.data.Dataset, ready: int = datasets_lib.READY,
                       measured: Any = None) -> WorkersDataset:
         """This worker's part of a dataset of global batches, by its auto-shard policy.
@@ -63,10 +50,11 @@ class ShardingMachines(collectives.Machines):
             dataset = dataset.with_options(same_on_all)
             elements = _map_by_units(
                 dataset, self, measured, lambda element, units: splitting.split_batch(
-                    element, self.towers, self.cuts_of(units)))
+                    element, self.towers, here=self.here,
+                    cuts=lambda rows: rows_lib.split_rows(rows, self.replicas, units)))
             length = dataset.cardinality()
         else:
-            elements = _in_steps(batches, self, measured, self._local_towers)
+            elements = _in_steps(batches, self, measured)
             length = _length_for_all(batches)
         return WorkersDataset(
             elements, self, ready, length,
@@ -107,24 +95,24 @@ def _batches_of_worker(dataset: tf.data.Dataset,
     return _tf.AutoShardDataset(dataset, workers.count, workers.index)
 
 
-def _in_steps(batches: tf.data.Dataset, workers: collectives.Machines, measured: Any,
-              local_towers: slice) -> tf.data.Dataset:
+def _in_steps(batches: tf.data.Dataset, workers: collectives.Machines,
+              measured: Any) -> tf.data.Dataset:
     """Splits each of this worker's batches over steps; all workers' parts make a global batch."""
     spec = tf.nest.map_structure(sub_batches.with_any_rows, batches.element_spec)
 
     def parts(element: Nest) -> tf.Tensor:
         # Parts of equal sizes, since a worker has to do what is in its files.  Workers start at
         # different parts, so that each step has a part of every size.
-        split = splitting.split_batch(element, workers.count, lambda rows: (tf.roll(
-            rows_lib.split_rows(rows, workers.count), -workers.index, 0), slice(None), None))
+        split = splitting.split_batch(element, workers.count, lambda rows: tf.roll(
+            rows_lib.split_rows(rows, workers.count), -workers.index, 0))
         leaves = [leaf.values for leaf in tf.nest.flatten(split) if leaf is not None]
         return tf.stack(list(map(iterators.as_optional, zip(*leaves))))
 
     def split_part(part: tf.Tensor, units: rows_lib.Units) -> Nest:
-        local_units = None if units is None else units[local_towers]
+        local_units = None if units is None else units[workers.here]
         return splitting.split_batch(
-            iterators.value_of(part, spec), workers.towers, lambda rows: (
-                rows_lib.split_rows(rows, workers.towers, local_units), slice(None), None))
+            iterators.value_of(part, spec), workers.towers,
+            lambda rows: rows_lib.split_rows(rows, workers.towers, local_units))
 
     steps = batches.map(datasets_lib.on_elements(batches.element_spec, parts)).unbatch()
     return _map_by_units(steps, workers, measured, split_part)
