@@ -223,11 +223,10 @@ class TowerDataset(tf.distribute.DistributedDataset):
         return True
 
     def __iter__(self) -> iterators.TowerIterator | prefetching.PrefetchedIterator:
-        dataset, follow, layout = self.dataset, iterators.counting.follow, None
-        if self.fetch.devices and self.fetch.is_safe:
-            layout = self._layout(dataset.element_spec)
+        dataset, follow = self.dataset, iterators.counting.follow
+        layout = self._layout(dataset.element_spec)
         iterator: Any
-        if layout is not None and layout.fetches:
+        if layout.fetches and self.fetch.is_safe:
             iterator = prefetching.iterate(dataset, layout, self.fetch, follow, self._rows_of)
         else:
             row_count = None

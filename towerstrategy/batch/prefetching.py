@@ -277,14 +277,11 @@ class PrefetchedIterator(iterators.Steps, _tf.CompositeTensor, tf.distribute.Dis
             return tf.identity(True)
 
     def read_once(self) -> PrefetchedIterator:
-        # Optionals then hold the host's part only; their get_value takes the towers' parts.
-        self._once = True
-        return self
-
-    def copy_read_once(self) -> PrefetchedIterator:
-        """A copy over the same data, with :meth:`read_once`, for one loop."""
+        # Its optionals hold the host's part only; their get_value takes the towers' parts.
         self._made  # noqa: B018, so that both share the streams
-        return copy.copy(self).read_once()
+        iterator = copy.copy(self)
+        iterator._once = True
+        return iterator
 
     def get_next_as_optional(self) -> tf.experimental.Optional:
         if not self._once:
@@ -321,7 +318,7 @@ class PrefetchedIterator(iterators.Steps, _tf.CompositeTensor, tf.distribute.Dis
 
 
 # Autograph reads the value of each optional that has one just once.
-_tf.loop_over(PrefetchedIterator, PrefetchedIterator.copy_read_once)
+_tf.loop_over(PrefetchedIterator, PrefetchedIterator.read_once)
 
 
 def iterate(dataset: tf.data.Dataset, layout: Layout, fetch: Fetch,

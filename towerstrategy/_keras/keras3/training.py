@@ -107,7 +107,7 @@ def make_function(original: Callable[..., Any], self: Any, step_function: Any) -
             iterator = (training_rules.split_data(strategy, data) for data in iterator)
             call = step
         elif isinstance(iterator, prefetching.PrefetchedIterator) and take is step:
-            iterator.read_once()  # as Keras' loop over several steps does
+            iterator = iterator.read_once()  # as Keras' loop over several steps does
         return strategy.extended.call_step(call, iterator, compiles, self if trains else None)
 
     return function

@@ -214,7 +214,7 @@ class WorkersDataset(datasets_lib.TowerDataset):
     def _layout(self, spec: Nest) -> prefetching.Layout:
         owners = [prefetching.HOST, prefetching.HOST]
         for leaf in tf.nest.flatten(self._agreement.packed):
-            owners += prefetching.owners_of(leaf, self._towers)
+            owners += prefetching.owners_of(leaf, len(self.fetch.devices))
         return prefetching.Layout(spec, owners)
 
     def _rows_of(self, element: Nest) -> Any:
