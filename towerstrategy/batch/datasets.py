@@ -134,11 +134,7 @@ def zip_datasets(datasets: Sequence[tf.data.Dataset], ready: int = READY) -> Tow
 
     if len(datasets) == 1:
         return TowerDataset(datasets[0], mapped)
-    specs = [dataset.element_spec for dataset in datasets]
-    for tower, spec in enumerate(specs):
-        _check_same_spec(tower, spec, specs[0])
-    spec = tf.nest.map_structure(lambda *leaves: leaves[0].most_specific_common_supertype(
-        leaves[1:]), *specs)
+    spec = _common_spec([dataset.element_spec for dataset in datasets])
     steps = tf.data.Dataset.zip(tuple(map(_optionals, datasets)))
     if _is_batched(spec):
         steps = steps.take_while(lambda *step: tf.reduce_any(_have_value(step)))
@@ -331,17 +327,20 @@ def _check_dataset(dataset: Any) -> None:
                         f"{refused.shown(dataset)} of type {type(dataset).__name__}.")
 
 
-def _check_same_spec(tower: int, spec: Nest, first: Nest) -> None:
-    """Raises unless a tower's element spec agrees with the first one's: one iterator has both."""
-    try:
-        tf.nest.assert_same_structure(spec, first)
-        agrees = all(leaf.most_specific_common_supertype([other]) is not None
-                     for leaf, other in zip(tf.nest.flatten(spec), tf.nest.flatten(first)))
-    except (TypeError, ValueError):
-        agrees = False
-    if not agrees:
-        raise TypeError("dataset_fn must return datasets with elements of one structure and dtype, "
-                        f"but for tower {tower} they are {spec}, and for tower 0 {first}.")
+def _common_spec(specs: Sequence[Nest]) -> Nest:
+    """The towers' element specs as one, since one iterator has them all; raises if they differ."""
+    common = specs[0]
+    for tower, spec in enumerate(specs):
+        try:
+            common = tf.nest.map_structure(
+                lambda one, other: one.most_specific_common_supertype([other]), common, spec)
+        except (TypeError, ValueError):
+            common = None
+        if None in tf.nest.flatten(common):
+            raise TypeError("dataset_fn must return datasets with elements of one structure and "
+                            f"dtype, but for tower {tower} they are {spec}, and for tower 0 "
+                            f"{specs[0]}.")
+    return common
 
 
 _tf.python_loops_with((TowerDataset, iterators.Steps), iterators.refuse_endless)

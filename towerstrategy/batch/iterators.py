@@ -1,7 +1,7 @@
 """Iterators over datasets of sub-batches; ``tf.data`` iterators, so they can be checkpointed.
 
 Goes in: an iterator of ``tf.data``.  Comes out: a :class:`TowerIterator`, which raises in Python
-loops that would never end while tracing; :class:`HeldOptional`, an element that may be absent.
+loops that would never end while tracing; optionals, which are elements that may be absent.
 """
 
 from __future__ import annotations
