@@ -91,16 +91,14 @@ class Layout:
             host, *towers = ([tensors[index] for index in indices] for indices in self._indices)
             no_host, no_tower = ([rows_lib.no_rows(self._tensors[index]) for index in indices]
                                  for indices in self._indices[:2])
-            parts = [[*host, *counts, *no_tower],
-                     *([*no_host, *counts, *tower] for tower in towers)]
+            parts = [((*host, *counts), (*no_tower,)),
+                     *(((*no_host, *counts), (*tower,)) for tower in towers)]
             specs[:] = [tf.nest.map_structure(tf.type_spec_from_value, part) for part in parts]
             return tf.stack(list(map(iterators.as_optional, parts)))
 
         def from_optional(part: tf.Tensor) -> Any:
-            tensors = iterators.value_of(part, [
-                first.most_specific_common_supertype(others) for first, *others in zip(*specs)])
-            hosts = len(tensors) - len(self._indices[1])
-            return tuple(tensors[:hosts]), tuple(tensors[hosts:])
+            return iterators.value_of(part, tf.nest.map_structure(
+                lambda first, *others: first.most_specific_common_supertype(others), *specs))
 
         return _tf.map_in_place(_tf.map_in_place(dataset, to_optionals).unbatch(), from_optional)
 
