@@ -330,10 +330,13 @@ class IterationTest(parameterized.TestCase):
         self.assertEqual([local(strategy, by_element(element)) for element in distributed],
                          [[[1], [2]], [[3], [4]]])
 
-    def test_checkpoint(self):
+    @parameterized.parameters(True, False)
+    def test_checkpoint(self, grouped):
         """Else training that is resumed reads its data from the start (MirroredStrategy cannot)."""
         strategy = two_towers()
-        distributed = strategy.experimental_distribute_dataset(batches(8, 2))
+        distributed = (
+            strategy.distribute_datasets_from_function(lambda _: batches(8, 1)) if grouped
+            else strategy.experimental_distribute_dataset(batches(8, 2)))
         iterator = iter(distributed)
         next(iterator)
         with tempfile.TemporaryDirectory() as folder:
