@@ -630,6 +630,16 @@ def _lists() -> None:
             for index in at
         ]
 
+    def of_rows(x: tf.Tensor) -> Any:
+        held = raw.TensorListFromTensor(tensor=x, element_shape=[4])
+        resized = raw.TensorListResize(input_handle=held, size=tf.shape(x)[0])
+        empty = raw.TensorListReserve(element_shape=[4], num_elements=tf.shape(x)[0], **kind)
+        return stacked(resized, [4]), stacked(empty, [4]), raw.TensorListLength(input_handle=held)
+
+    for type in ("TensorListFromTensor", "TensorListResize", "TensorListReserve",
+                 "TensorListStack", "TensorListLength"):
+        around(type, of_rows, real(6, 4))
+
     pair = (real(6, 4), real(6, 4))
     for type in ("TensorListPushBack", "TensorListStack", "EmptyTensorList"):
         around(type, lambda x, y: stacked(pushed([-1, 4], x, y), [-1, 4]), *pair)

@@ -228,6 +228,65 @@ def last_first(h, w, x):
     return added
 
 
+def popped(entries, h):
+    """A list with the entries of another one, which is popped from its end."""
+    kind = {"element_shape": tf.zeros([0], tf.int32), "element_dtype": h.dtype}
+    others = tf.raw_ops.EmptyTensorList(max_num_elements=-1, **kind)
+    for _ in tf.range(tf.shape(h)[0]):
+        entries, entry = tf.raw_ops.TensorListPopBack(input_handle=entries, **kind)
+        others = tf.raw_ops.TensorListPushBack(input_handle=others, tensor=entry)
+    return others
+
+
+def popped_last_first(h, w, x):
+    return stacked(popped(pushed(tf.stop_gradient(h)), h), h)
+
+
+def read_last_first(h, w, x):
+    h = tf.stop_gradient(h)
+    entries, added = popped(pushed(h), h), tf.constant(0., h.dtype)
+    for i in tf.range(tf.shape(x)[0]):
+        added += h[i, 1] * tf.raw_ops.TensorListGetItem(
+            input_handle=entries, index=i, element_shape=tf.zeros([0], tf.int32),
+            element_dtype=h.dtype)
+    return added
+
+
+def added_last_first(h, w, x):
+    h = tf.stop_gradient(h)
+    return stacked(tf.raw_ops.AddN(inputs=[popped(pushed(h), h), pushed(h)]), h)
+
+
+def sizes_of_what_is_left(h, w, x):
+    """What a list still has when entries are taken out of it."""
+    entries, added = pushed(tf.stop_gradient(h)), tf.constant(0., h.dtype)
+    for _ in tf.range(tf.shape(x)[0]):
+        left = tf.raw_ops.TensorListLength(input_handle=entries)
+        entries, entry = tf.raw_ops.TensorListPopBack(
+            input_handle=entries, element_shape=tf.zeros([0], tf.int32), element_dtype=h.dtype)
+        added += entry * tf.cast(left, h.dtype)
+    return added
+
+
+def last_of_each(h, w, x):
+    """The last entry of a list that keeps all."""
+    rows = tf.stop_gradient(h)
+    entries, added = tf.TensorArray(h.dtype, tf.shape(x)[0]).unstack(rows[:, 0]).flow, rows[0, 1]
+    for i in tf.range(tf.shape(x)[0]):
+        _, entry = tf.raw_ops.TensorListPopBack(
+            input_handle=entries, element_shape=tf.zeros([0], tf.int32), element_dtype=h.dtype)
+        entries = tf.raw_ops.TensorListSetItem(input_handle=entries, index=i, item=rows[i, 1])
+        added += entry
+    return added
+
+
+def read_in_branches(h, w, x):
+    """One row of a list of all, in a branch that has what its list was made of."""
+    rows = tf.TensorArray(h.dtype, tf.shape(x)[0], element_shape=[3], clear_after_read=False)
+    rows = rows.unstack(h)
+    return tf.cond(h[0, 0] > 0, lambda: tf.reduce_sum(rows.read(0)), lambda: rows.read(1)[0])
+
+
 def lists_added(h, w, x):
     """All entries change in each iteration."""
     entries, others = (tf.TensorArray(h.dtype, tf.shape(x)[0]).unstack(h[:, column]).flow
@@ -262,7 +321,9 @@ BY_ROW = [mapped, mapped_with_branches_and_loops, numbered, statistics_of_all, e
 NOT_BY_ROW = [indices_written, scanned, decayed, largest, until, rows_before, other_rows,
               changed_rows, stepped, some_rows]
 ALONE = [swapped, swapped_lists, last_list, sizes_of_a_list, pushed_twice, pushed_in_two_loops,
-         last_first, lists_added, texts_joined, rows_of_lengths]
+         last_first, popped_last_first, read_last_first, added_last_first,
+         sizes_of_what_is_left, last_of_each, read_in_branches, lists_added, texts_joined,
+         rows_of_lengths]
 
 
 def results(strategy, losses, rows):
@@ -313,6 +374,12 @@ class RowLoopsTest(parameterized.TestCase):
         """Else one loop makes another one slow, or its lists are taken for all rows'."""
         strategy = towerstrategy.TowerStrategy(DEVICES[:3])
         self.check(strategy, [mapped, decayed, indexed], rows=[7])
+        self.assertNotIn("TensorListFromTensor", strategy.extended.done_with_all_rows)
+
+    def test_one_whose_list_must_be_whole_beside_one_that_need_not(self):
+        """Else all loops run with all rows because of one."""
+        strategy = towerstrategy.TowerStrategy(DEVICES[:3])
+        self.check(strategy, [mapped, read_last_first, indexed], rows=[7])
         self.assertNotIn("TensorListFromTensor", strategy.extended.done_with_all_rows)
 
 

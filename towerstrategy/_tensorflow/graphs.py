@@ -78,14 +78,15 @@ def touched_resources(operation: tf.Operation) -> tuple[set[str], set[str]]:
     if not any(tensor.dtype == tf.resource for tensor in operation.inputs):
         return set(), {""} if auto_control_deps.op_is_stateful(operation) else set()
     read, written = auto_control_deps_utils.get_read_write_resource_inputs(operation)
-    return {_origin(tensor) for tensor in read}, {_origin(tensor) for tensor in written}
+    return ({uncopied(tensor).name for tensor in read},
+            {uncopied(tensor).name for tensor in written})
 
 
-def _origin(resource: tf.Tensor) -> str:
-    """The name of a resource tensor, seen through identities."""
-    while resource.op.type == "Identity":
-        resource = resource.op.inputs[0]
-    return str(resource.name)
+def uncopied(tensor: tf.Tensor) -> tf.Tensor:
+    """The tensor that identities have made this one of."""
+    while tensor.op.type == "Identity":
+        tensor = tensor.op.inputs[0]
+    return tensor
 
 
 def has_xla_kernel(node: Any, device_type: str) -> bool:

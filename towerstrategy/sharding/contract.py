@@ -181,7 +181,7 @@ class Contract:
         functions = graphs.functions_of(operation)
         zeros = [self._is_zero(tensor) for tensor in operation.inputs]
         are_read = graphs.are_read(*functions)
-        lists.note_constants(functions[1], operation.inputs)
+        lists.note_constants(functions[1], operation.inputs, is_loop=True)
         for iteration in range(propagate.ROUNDS):
             tested, outputs = self._call(operation, functions, states, states,
                                          zeros=() if iteration else zeros)

@@ -14,12 +14,11 @@ import tensorflow as tf
 from towerstrategy.sharding.spec import (
     REPLICATED,
     SUM,
+    ByBranch,
     ListOf,
-    OptionalOf,
     Partial,
     Replicated,
     Row,
-    RowList,
     Sharded,
     Spec,
     can_be_cut,
@@ -31,16 +30,16 @@ def can_become(spec: Spec, wanted: Spec) -> bool:
     """Whether a tensor with ``spec`` can be redistributed to ``wanted``."""
     if spec == wanted:
         return True
-    if isinstance(spec, RowList) and not isinstance(wanted, RowList):
-        return spec.is_new and can_become(REPLICATED, wanted)
+    if isinstance(spec, ListOf):
+        return isinstance(wanted, ListOf)
     if isinstance(wanted, Replicated):
-        return not isinstance(spec, (ListOf, Row))
+        return not isinstance(spec, Row)
     if isinstance(wanted, Sharded):
-        return spec == wanted.given or can_be_cut(wanted) and not isinstance(spec, ListOf)
+        return spec == wanted.given or can_be_cut(wanted)
     if isinstance(wanted, Partial):
-        return wanted == SUM and not isinstance(spec, ListOf)
+        return wanted == SUM
     if isinstance(wanted, ListOf):
-        return isinstance(spec, (ListOf, Replicated))
+        return isinstance(spec, Replicated)
     return isinstance(wanted, Row) and isinstance(spec, (Replicated, Row))
 
 
@@ -54,29 +53,27 @@ def branch_output(condition: Any, specs: Sequence[Spec],
       empty: whether the output of a branch, by number, is a list without entries, or with entries
         of a spec; then each tower can have a list of its own.
     """
-    specs = [dataclasses.replace(spec, is_new=False, zeros=False) if isinstance(spec, RowList)
-             else spec for spec in specs]
+    specs = [dataclasses.replace(spec, zeros=False) if isinstance(spec, ListOf) else spec
+             for spec in specs]
     if all(spec == specs[0] for spec in specs):
         return specs[0]
-    if any(isinstance(spec, RowList) for spec in specs):
-        return REPLICATED
     lists = [spec for spec in specs if isinstance(spec, ListOf)]
+    if any(spec.rows for spec in lists):
+        return REPLICATED
     if lists:
         element = next((each.element for each in lists if each.element is not None), None)
         kept = tuple(spec.element if isinstance(spec, ListOf) else None if empty(number, element)
                      else REPLICATED for number, spec in enumerate(specs))
-        if {*kept} <= {element, None}:
-            return dataclasses.replace(lists[0], element=element)
-        are_optionals = all(isinstance(each, OptionalOf) for each in lists)
-        return OptionalOf(None, (condition, kept)) if are_optionals else REPLICATED
+        return ListOf(element if {*kept} <= {element, None} else ByBranch(condition, kept))
     is_sum = SUM in specs and all(isinstance(spec, Replicated) or spec == SUM for spec in specs)
     return SUM if is_sum else REPLICATED
 
 
 def branch_input(condition: Any, number: int, spec: Spec) -> Spec:
     """The spec of an input in one branch; branches of the same condition may have made it."""
-    source = spec.by_branch if isinstance(spec, OptionalOf) else None
-    return OptionalOf(source[1][number]) if source and source[0] == condition else spec
+    kept = spec.element if isinstance(spec, ListOf) else None
+    return ListOf(kept.specs[number]) if isinstance(kept, ByBranch) \
+        and kept.condition == condition else spec
 
 
 def loop_variable(before: Spec, after: Spec, tensor: tf.Tensor, result: tf.Tensor,
@@ -91,10 +88,10 @@ def loop_variable(before: Spec, after: Spec, tensor: tf.Tensor, result: tf.Tenso
     """
     if before == after or isinstance(after, Replicated) and isinstance(before, Replicated):
         return before
-    if isinstance(before, ListOf) or isinstance(after, ListOf):
-        known = [spec for spec in (before, after)
-                 if isinstance(spec, ListOf) and spec.element is not None]
-        return known[-1] if known else ListOf()
+    lists = [spec for spec in (before, after) if isinstance(spec, ListOf)]
+    if lists:
+        return REPLICATED if lists[-1].rows else next(
+            (spec for spec in reversed(lists) if spec.element is not None), ListOf())
     if isinstance(after, Sharded) and before == after.uncounted:
         return before
     if isinstance(before, Replicated):
@@ -109,3 +106,14 @@ def loop_variable(before: Spec, after: Spec, tensor: tf.Tensor, result: tf.Tenso
     if before == SUM and isinstance(after, Replicated):
         return before
     return REPLICATED
+
+
+def loop_variables(first: Sequence[Spec], tensors: Sequence[tf.Tensor],
+                   results: Sequence[tf.Tensor], are_read: Sequence[bool],
+                   before: Sequence[Spec], after: Sequence[Spec]) -> list[Spec]:
+    """:func:`loop_variable` of all variables of a loop, whose specs before it are ``first``."""
+    now = [loop_variable(*each) for each in zip(before, after, tensors, results, are_read)]
+    if any(isinstance(spec, Replicated) and not isinstance(was, (Replicated, ListOf))
+           for was, spec in zip(before, now)):  # the lists' entries change with it
+        now = [start if isinstance(spec, ListOf) else spec for start, spec in zip(first, now)]
+    return now

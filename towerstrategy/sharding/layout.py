@@ -16,6 +16,7 @@ from typing import Any
 import tensorflow as tf
 
 from towerstrategy.sharding.rules.registry import Op, Plan
+from towerstrategy.sharding.rules.row_loops import is_kept
 from towerstrategy.sharding.spec import Replicated, Spec
 
 BRANCHES = ("If", "StatelessIf", "Case", "StatelessCase")
@@ -101,7 +102,7 @@ def only_read(operation: Op, layouts: Sequence[Layout]) -> Set[int]:
     body = layouts[-1].graph
     return {index for index, name in enumerate(operation.input_names) if (
         name not in others if index in operation.handles else
-        body.outputs[index] is body.inputs[index] and body.inputs[index].dtype != tf.variant
+        is_kept(body, index) and body.inputs[index].dtype != tf.variant
         and isinstance(layouts[-1].specs[body.inputs[index].name], Replicated))}
 
 

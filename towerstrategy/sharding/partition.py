@@ -29,7 +29,6 @@ from towerstrategy.sharding.spec import (
     ListOf,
     Replicated,
     Row,
-    RowList,
     Size,
     Spec,
 )
@@ -288,7 +287,7 @@ class Partition:
         if isinstance(spec, Axes) and whole is not None:
             return Value(towers, spec, tensor.shape, whole.output(index))
         part = parts.output(index)
-        if isinstance(spec, (Size, RowList)):
+        if isinstance(spec, (Size, ListOf)):
             return Value(towers, spec, tensor.shape,
                          None if whole is None else whole.output(index), part)
         if isinstance(spec, Replicated):  # each tower makes the same value

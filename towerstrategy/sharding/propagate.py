@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -26,12 +26,10 @@ from towerstrategy.sharding.spec import (
     REPLICATED,
     SUM,
     ListOf,
-    OptionalOf,
     Partial,
     Position,
     Replicated,
     Row,
-    RowList,
     Sharded,
     Size,
     Spec,
@@ -42,7 +40,7 @@ ROUNDS = 20  # limit of a loop's fixpoint: a loop variable changes its spec a fe
 
 
 class CannotGather(Exception):
-    """An operation needs a ``TensorList`` with all rows, but each tower has a list of its own."""
+    """Of tensors, with their specs, lists are needed whole, but each tower has lists of its own."""
 
 
 def propagate(graph: Any, inputs: Sequence[Spec],
@@ -57,32 +55,34 @@ def propagate(graph: Any, inputs: Sequence[Spec],
     Raises:
       TypeError: a user's rule returned something other than a valid plan.
     """
-    for refused in ((), (RowList,), (RowList, OptionalOf)):
-        with contextlib.suppress(CannotGather):
-            return _Propagation(graph, refused, traffic).layout(graph, inputs)
-    return _Propagation(graph, (ListOf,), traffic).layout(graph, inputs)
+    whole: set[Any] = set()
+    while True:
+        propagation = _Propagation(graph, whole, traffic)
+        try:
+            return propagation.layout(graph, inputs)
+        except CannotGather as needed:
+            propagation.make_whole(*needed.args)
 
 
 def once(layout: Layout, operation: Op) -> Plan:
     """The plan of an operation whose inputs are all replicated; it is put into ``layout``."""
-    _Propagation(layout.graph, (), None).operation(layout, operation)
+    _Propagation(layout.graph, set(), None).operation(layout, operation)
     return layout.plans[operation.name]
 
 
 class _Propagation:
-    """One pass over a graph; no tensor may get a spec of one of the ``refused`` classes."""
+    """One pass over a graph; no tower may have lists of its own in place of the ``whole`` ones."""
 
-    def __init__(self, graph: Any, refused: tuple[Any, ...],
-                 traffic: traffic_lib.Traffic | None) -> None:
-        self._graph, self._refused = graph, refused
+    def __init__(self, graph: Any, whole: set[Any], traffic: traffic_lib.Traffic | None) -> None:
+        self._graph, self._whole = graph, whole
         self._traffic = traffic or traffic_lib.Traffic()
         self._depth = 0  # of nested branches and loops
         self._keeps_parts = False  # whether linear operations do, in the innermost of them
         self._kept = 0  # how many did so
         self._shared: set[Any] = set()  # branches and loops, with their inputs' specs, not local
-        self._arguments: dict[tuple[Any, str], tf.Tensor] = {}  # (body, its input) -> outer tensor
-        self._bodies: dict[tf.Operation, Any] = {}  # call -> the body that it calls
-        self._loop_bodies: set[Any] = set()  # their inputs change from iteration to iteration
+        # An input of a body -> the tensor outside, and in a loop what an iteration makes of it; an
+        # output of a call, a branch or a loop -> the outputs of the bodies, and a loop's input.
+        self._sources: dict[tuple[Any, str], Sequence[tf.Tensor]] = {}
 
     def layout(self, graph: Any, inputs: Sequence[Spec]) -> Layout:
         """The layout of a graph or function body for inputs with these specs."""
@@ -121,12 +121,12 @@ class _Propagation:
         found = self._plan(operation, specs, nests)
         if found is not None and self._can_redistribute(operation, specs, found):
             plan = found
-        elif all(joined.can_become(spec, REPLICATED) for spec in specs):
-            plan = registry.once(operation)
         else:
-            raise CannotGather(operation.type)
+            plan = registry.once(operation)
+            if not all(map(self._can_become, operation.inputs, specs, plan.takes)):
+                raise CannotGather(zip(operation.inputs, specs))
         if any(isinstance(wanted, Replicated) and isinstance(
-                spec, (Sharded, RowList) if plan.once else RowList)
+                spec, (Sharded, ListOf) if plan.once else ListOf)
                for spec, wanted in zip(specs, plan.takes)) and not operation.writes_variables:
             layout.fallbacks.append(operation)  # not sparse updates, which always take all rows
         if not self._depth and not isinstance(plan, Nested):
@@ -140,17 +140,13 @@ class _Propagation:
 
     def _plan(self, operation: Op, specs: Sequence[Spec], nests: bool) -> Plan | None:
         """The plan of an operation with such inputs; None if it runs once, with all rows."""
-        of_rows = operation.type in row_loops.NEW_LISTS \
-            or not row_loops.OF_ROWS.isdisjoint(map(type, specs))
-        plan = row_loops.plan_of(operation, specs) if of_rows else None
-        if plan is not None:
-            return plan
+        if any(isinstance(spec, Row) for spec in specs) and not operation.is_call:
+            return row_loops.plan_of(operation, specs)
         if nests or not all(isinstance(spec, Replicated) for spec in specs):
             if operation.is_call:
                 return self._call(operation, specs)
             if operation.type in (*BRANCHES, *LOOPS):
                 return self._control_flow(operation, specs)
-        specs = row_loops.without_row_lists(specs) if of_rows else specs
         plan = registry.plan_of(operation, specs)
         if plan is None and self._keeps_parts:
             plan = scaling.plan_of_parts(operation, specs)
@@ -159,27 +155,55 @@ class _Propagation:
 
     def _can_redistribute(self, operation: Op, specs: Sequence[Spec], plan: Plan) -> bool:
         """Whether each input can be redistributed to the spec that the plan takes."""
-        if any(isinstance(spec, self._refused) for spec in plan.gives):
+        if self._whole and not self._whole.isdisjoint(map(_key, operation.outputs, plan.gives)):
             return False
         return plan.takes == specs or all(
-            joined.can_become(spec, wanted) and self._can_be_each_towers(tensor, spec, wanted)
-            for tensor, spec, wanted in zip(operation.inputs, specs, plan.takes))
+            map(self._can_become, operation.inputs, specs, plan.takes))
 
-    def _can_be_each_towers(self, tensor: tf.Tensor, spec: Spec, wanted: Spec) -> bool:
-        """Whether a list that each tower must have is so already, or has no entries of all rows."""
-        is_so = isinstance(spec, ListOf) \
-            and isinstance(spec, RowList) == isinstance(wanted, RowList)
-        return not isinstance(wanted, ListOf) or is_so \
-            or self._is_empty([tensor], 0, wanted.element)
+    def _can_become(self, tensor: tf.Tensor, spec: Spec, wanted: Spec) -> bool:
+        """Whether a tensor can be redistributed, and each tower can have a list that is wanted.
+
+        A whole list can be each tower's if it is empty.
+        """
+        is_own = isinstance(spec, ListOf) and isinstance(wanted, ListOf) \
+            and (spec.rows is None) == (wanted.rows is None)
+        if isinstance(spec, ListOf) and spec.rows and not is_own:
+            if not lists.can_be_whole(tensor):
+                return False
+            spec = REPLICATED
+        return joined.can_become(spec, wanted) and (
+            is_own or not isinstance(wanted, ListOf)
+            or self._is_empty([tensor], 0, wanted.element))
 
     def _is_empty(self, tensors: Sequence[tf.Tensor], number: int, element: Spec | None) -> bool:
         """Whether a tensor is a list without entries, or one whose entries are of this spec."""
         return lists.is_empty(self._origin(tensors[number], through_loops=True), element)
 
-    def _note_arguments(self, graph: Any, arguments: Iterable[tf.Tensor]) -> None:
-        """Notes the tensors that a function body is called with."""
-        self._arguments.update(((graph, inner.name), outer)
-                               for inner, outer in zip(graph.inputs, arguments))
+    def make_whole(self, needed: Iterable[tuple[tf.Tensor, Spec]]) -> None:
+        """Adds the lists among tensors, and all that they are made of, to the whole ones."""
+        left = [(tensor, spec) for tensor, spec in needed if isinstance(spec, ListOf)]
+        assert any(_key(*each) not in self._whole for each in left), left  # else no pass differs
+        while left:
+            tensor, spec = left.pop()
+            if _key(tensor, spec) not in self._whole:
+                self._whole.add(_key(tensor, spec))
+                sources = self._sources.get((tensor.graph, tensor.name)) or [
+                    source for source in tensor.op.inputs if source.dtype == tf.variant]
+                left += [(source, spec) for source in sources]
+
+    def _note_functions(self, operation: Op, functions: Sequence[Any],
+                        arguments: Sequence[tf.Tensor]) -> None:
+        """Notes what the inputs of function bodies, and the outputs of their caller, are."""
+        is_loop = operation.type in LOOPS
+        for function in functions:
+            for index, (inner, outer) in enumerate(zip(function.inputs, arguments)):
+                results = function.outputs[index:index + 1] if is_loop else ()
+                self._sources[function, inner.name] = [outer, *results]
+            if not operation.is_call:
+                lists.note_constants(function, arguments, is_loop)
+        results = [function.outputs for function in functions] + [arguments] * is_loop
+        for output, sources in zip(operation.outputs, zip(*results)):
+            self._sources[output.graph, output.name] = sources
 
     def _origin(self, tensor: tf.Tensor, through_loops: bool) -> tf.Tensor:
         """The tensor that this one is a copy of, traced back through calls and identities.
@@ -187,13 +211,12 @@ class _Propagation:
         ``through_loops`` also goes from a loop variable to the value that the loop starts with.
         """
         while True:
-            outer = self._arguments.get((tensor.graph, tensor.name)) \
-                if through_loops or tensor.graph not in self._loop_bodies else None
-            if outer is None and tensor.op in self._bodies:
-                outer = self._bodies[tensor.op].outputs[tensor.value_index]
-            if outer is None and tensor.op.type != "Identity":
+            tensor = _tf.uncopied(tensor)
+            sources = self._sources.get((tensor.graph, tensor.name), ())
+            is_input = tensor.op.type == "Placeholder"
+            if not sources or len(sources) > 1 and not (is_input and through_loops):
                 return tensor
-            tensor = tensor.op.inputs[0] if outer is None else outer
+            tensor = sources[0]
 
     def _call(self, operation: Op, specs: Sequence[Spec]) -> Plan:
         signature = _tf.called_by_each_tower(operation.operation)
@@ -205,8 +228,8 @@ class _Propagation:
             raise NotImplementedError(
                 "with synchronize_batch_norm=False, gradients of batch norm cannot be vectorized "
                 "(pass experimental_use_pfor=False), nor be taken in forward mode")
-        body = self._bodies[operation.operation] = _tf.called_body(operation.operation)
-        self._note_arguments(body, operation.inputs)
+        body = _tf.called_body(operation.operation)
+        self._note_functions(operation, [body], operation.inputs)
         layout = self.layout(body, specs)
         if _tf.is_compiled(operation.operation) and not operation.handles \
                 and is_local(layout, layout.outputs, compiled=True):
@@ -236,11 +259,7 @@ class _Propagation:
         if self._depth == 1:  # sums cross before the branch, together with others
             specs = [REPLICATED if isinstance(spec, Partial) else spec for spec in specs]
         branches = graphs.functions_of(operation.operation)
-        for graph in branches:
-            self._note_arguments(graph, operation.inputs[1:])
-            for inner, outer in zip(graph.inputs, operation.inputs[1:]):
-                if outer.dtype.is_integer:  # such as axes, in gradients of what is outside
-                    _tf.note_constant(inner, _tf.constant_value(outer))
+        self._note_functions(operation, branches, operation.inputs[1:])
         condition = self._origin(operation.inputs[0], through_loops=False).ref()
         layouts = [self.layout(graph, [joined.branch_input(condition, number, spec)
                                        for spec in specs[1:]])
@@ -249,40 +268,39 @@ class _Propagation:
                         zip(*(layout.outputs for layout in layouts)))
         gives = [joined.branch_output(condition, outputs, functools.partial(
             self._is_empty, tensors)) for tensors, outputs in by_output]
-        if any(not joined.can_become(spec, wanted) for layout in layouts
-               for spec, wanted in zip(layout.outputs, gives)):
-            raise CannotGather(operation.type)
+        for graph, layout in zip(branches, layouts):
+            if not all(map(joined.can_become, layout.outputs, gives)):
+                raise CannotGather(zip(graph.outputs, layout.outputs))
         local = all(is_local(layout, gives) for layout in layouts)
         return Nested([REPLICATED, *specs[1:]], gives, layouts=layouts, local=local)
 
     def _loop(self, operation: Op, specs: Sequence[Spec]) -> Nested | None:
         condition, body = graphs.functions_of(operation.operation)
-        self._note_arguments(body, operation.inputs)
-        self._loop_bodies.add(body)
-        lists.note_constants(body, [
-            self._origin(tensor, through_loops=False) if tensor.dtype == tf.variant else tensor
-            for tensor in operation.inputs])
-        over_rows = self._loop_over_rows(operation, specs, condition, body)
+        starts = [self._origin(tensor, through_loops=False) for tensor in operation.inputs]
+        self._note_functions(operation, [body], starts)
+        over_rows = self._loop_over_rows(operation, specs, starts, condition, body)
         if over_rows is not None:
             return over_rows
-        if not all(joined.can_become(spec, REPLICATED) for spec in specs
-                   if isinstance(spec, RowList)):
-            raise CannotGather(operation.type)
-        specs = row_loops.without_row_lists(specs)
         are_read = graphs.are_read(condition, body)
-        settled = self._fixpoint(body, operation, specs, are_read)
+
+        def settle(first: list[Spec]) -> tuple[list[Spec], Layout] | None:
+            return self._fixpoint(body, first, functools.partial(
+                joined.loop_variables, first, operation.inputs, body.outputs, are_read))
+
+        settled = settle([REPLICATED if isinstance(spec, ListOf) and spec.rows else spec
+                          for spec in specs])
         if settled is None:
             return None
         sums = [_is_summed_each_iteration(settled[1], tensor) for tensor in body.outputs]
         if any(sums):
-            again = self._fixpoint(body, operation, [SUM if is_sum else spec for is_sum, spec
-                                                     in zip(sums, settled[0])], are_read)
-            if again is not None:
-                settled = again
+            settled = settle([SUM if is_sum else spec for is_sum, spec in zip(sums, settled[0])]
+                             ) or settled
         variables, layout = settled
-        for spec, after, tensor in zip(specs, variables, operation.inputs):
-            if not self._can_be_each_towers(tensor, spec, after):
-                raise CannotGather(operation.type)  # the loop starts with a list of all rows
+        for start, now, wanted in zip(zip(operation.inputs, specs),
+                                      zip(body.outputs, layout.outputs), variables):
+            if (isinstance(start[1], ListOf) or isinstance(now[1], ListOf)) and not (
+                    self._can_become(*start, wanted) and self._can_become(*now, wanted)):
+                raise CannotGather([start, now])
         tested = self.layout(condition, variables)
         local = is_local(layout, variables) and is_local(tested, [REPLICATED])
         takes = [dataclasses.replace(after, start=True)
@@ -291,21 +309,18 @@ class _Propagation:
         return Nested(takes, variables, layouts=[tested, layout], local=local,
                       only_read=only_read(operation, [tested, layout]))
 
-    def _loop_over_rows(self, operation: Op, specs: Sequence[Spec], condition: Any, body: Any
-                        ) -> Nested | None:
+    def _loop_over_rows(self, operation: Op, specs: Sequence[Spec], starts: Sequence[tf.Tensor],
+                        condition: Any, body: Any) -> Nested | None:
         """The plan of a loop whose iterations are the rows, each independent of the others."""
         if not any(isinstance(spec, (Size, Sharded)) for spec in specs):
             return None
-        starts = [self._origin(tensor, through_loops=False) for tensor in operation.inputs]
         counters = row_loops.with_counters(body, starts, specs)
-        with contextlib.suppress(row_loops.DependsOnOthers, CannotGather):
+        with contextlib.suppress(CannotGather):
             more, = self.layout(condition, counters).outputs
-            before: list[Spec] | None = None
             variables = row_loops.variables(body, starts, counters, more)
-            while variables is not None and variables != before:
-                before, layout = variables, self.layout(body, variables)
-                variables = row_loops.settled(before, layout.outputs)
-            if variables is not None:
+            settled = self._fixpoint(body, variables, row_loops.settled)
+            if settled is not None:
+                variables, layout = settled
                 layouts = [self.layout(condition, variables), layout]
                 if layouts[0].outputs == [more] and all(
                         is_local(each, each.outputs) for each in layouts):
@@ -314,31 +329,34 @@ class _Propagation:
                                   only_read=only_read(operation, layouts))
         return None
 
-    def _fixpoint(self, body: Any, operation: Op, specs: Sequence[Spec],
-                  are_read: Sequence[bool]) -> tuple[list[Spec], Layout] | None:
-        """The specs that a loop's variables settle at, from ``specs`` on, and its body's layout."""
-        variables = list(specs)
+    def _fixpoint(self, body: Any, variables: list[Spec] | None,
+                  join: Callable[[list[Spec], list[Spec]], list[Spec] | None]
+                  ) -> tuple[list[Spec], Layout] | None:
+        """The specs that a loop's variables settle at, and the layout of its body; None if none.
+
+        ``join`` returns the specs that fit those before and after an iteration.
+        """
         for _ in range(ROUNDS):
+            if variables is None:
+                break
             layout = self.layout(body, variables)
-            after = [joined.loop_variable(*each) for each in zip(
-                variables, layout.outputs, operation.inputs, body.outputs, are_read)]
-            if after == variables:
-                return variables, layout
-            if any(isinstance(now, Replicated) and not isinstance(before, (Replicated, ListOf))
-                   for before, now in zip(variables, after)):  # the lists' entries change with it
-                after = [first if isinstance(now, ListOf) else now
-                         for first, now in zip(specs, after)]
-            variables = after
+            before, variables = variables, join(variables, layout.outputs)
+            if variables == before:
+                return before, layout
         return None
+
+
+def _key(tensor: tf.Tensor, spec: Spec) -> Any:
+    """What is noted of a list that must be whole; one of rows may still be of another kind."""
+    return tensor.graph.name, tensor.name, spec.rows is None if isinstance(spec, ListOf) else None
 
 
 def _is_summed_each_iteration(layout: Layout, tensor: tf.Tensor) -> bool:
     """Whether each iteration adds up the towers' parts and then adds the sum to ``tensor``."""
-    while tensor.op.type == "Identity":
-        tensor = tensor.op.inputs[0]
-    plan = layout.plans.get(tensor.op.name)
-    return plan is not None and plan.once and tensor.op.type in scaling.ADDITIVE and any(
-        layout.specs[added.name] == SUM for added in tensor.op.inputs)
+    added = _tf.uncopied(tensor).op
+    plan = layout.plans.get(added.name)
+    return plan is not None and plan.once and added.type in scaling.ADDITIVE and any(
+        layout.specs[part.name] == SUM for part in added.inputs)
 
 
 def is_local(layout: Layout, outputs: Sequence[Spec], compiled: bool = False) -> bool:

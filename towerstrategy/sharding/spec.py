@@ -13,8 +13,7 @@ A step is traced once, with all rows of the global batch.  Each of its tensors h
 * :class:`Size`: an integer or a vector of integers that has an entry that counts rows.  It has two
   values: the whole batch's and each tower's.  Arithmetic uses the batch's value; the shape of a
   sharded tensor uses the tower's;
-* :class:`ListOf`: each tower has a ``TensorList`` of its own; :class:`RowList`: one with an entry
-  for each of its rows.
+* :class:`ListOf`: each tower has a ``TensorList`` of its own.
 
 Each tower runs the iterations of a loop over the rows for its own rows.  In such a loop, a
 :class:`Row` and its subclasses are tensors that differ from row to row.
@@ -190,45 +189,39 @@ class Size:
 
 @dataclasses.dataclass(frozen=True)
 class ListOf:
-    """Each tower has its own ``TensorList``; ``element`` is its entries' spec (None: unknown)."""
-
-    element: Spec | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class OptionalOf(ListOf):
-    """Each tower has its own optional, in which a branch keeps a tensor for its gradient.
+    """Each tower has its own ``TensorList``, or optional, in which a branch keeps a tensor.
 
     Attributes:
-      by_branch: if the branches keep tensors of different specs: the identity of their condition,
-        and the spec in each branch.
-    """
-
-    by_branch: tuple[Any, tuple[Spec | None, ...]] | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class RowList(ListOf):
-    """Each tower has a ``TensorList`` of its rows' entries; joined, they are the whole list.
-
-    Attributes:
-      rows: how many rows there are.
-      is_new: whether the op that makes it can make the whole list as well.
+      element: the spec of its entries; None if it has none or they are unknown.
+      rows: how many rows there are, if the entries are the rows: the towers' lists, joined, are the
+        whole list.  None if all lists have as many entries as the whole one.
+      backwards: whether the last row's entry is the first.
       variable: in a loop over the rows: the variable that it is, or is in the next iteration; None
         if it is none, or comes of others.
-      grown: by how many entries the iteration has made it longer.
-      zeros: whether all entries are zeros, but that of the iteration's row.
-      backwards: whether a loop that goes from the last row to the first has put the entries in.
-
-    Without an element, it has no entries yet: each iteration adds one.
+      ahead: in such a loop: whether it has only the entries of the rows that, in its order, come
+        before the iteration's (0), and of that row (1); None if it has those of all rows.
+      zeros: in such a loop: whether all entries are zeros, but that of the iteration's row.
     """
 
-    rows: Size = Size()
-    is_new: bool = False
-    variable: int | None = None
-    grown: int = 0
-    zeros: bool = False
+    element: Spec | None = None
+    rows: Size | None = None
     backwards: bool = False
+    variable: int | None = None
+    ahead: int | None = None
+    zeros: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class ByBranch:
+    """The element of lists or optionals in which branches keep tensors of different specs.
+
+    Attributes:
+      condition: the identity of the branches' condition.
+      specs: the spec in each branch; None for no entry.
+    """
+
+    condition: Any
+    specs: tuple[Spec | None, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -348,7 +341,7 @@ def has_known_rows(spec: Sharded | Size) -> bool:
     return spec.times is not None and can_be_cut(spec)
 
 
-Spec = Union[Replicated, Sharded, Partial, Size, ListOf, PerTower, Row]
+Spec = Union[Replicated, Sharded, Partial, Size, ListOf, ByBranch, PerTower, Row]
 PARTED = (Sharded, Partial, ListOf, PerTower, Row)  # functions take the towers' parts alone
 REPLICATED = Replicated()
 SUM = Partial("sum")

@@ -27,7 +27,6 @@ from towerstrategy.sharding.spec import (
     Position,
     Replicated,
     Row,
-    RowList,
     Sharded,
     Size,
     Spec,
@@ -168,9 +167,9 @@ class Value:
         if isinstance(wanted, Partial):
             return Value(towers, wanted, self.shape, self.whole, self._first_or_zeros)
         if isinstance(wanted, ListOf):
-            part = self.part if isinstance(wanted, RowList) \
-                or not isinstance(self.spec, RowList) else lambda _: self.whole()
-            return Value(towers, wanted, self.shape, None, part)
+            of_rows = isinstance(self.spec, ListOf) and self.spec.rows and not wanted.rows
+            return Value(towers, wanted, self.shape, None,
+                         self.as_spec(REPLICATED).part if of_rows else self.part)
         return Value(towers, wanted, self.shape, self.whole, None, self.device,
                      None if isinstance(self.spec, (Size, ListOf)) else self.constant)
 

@@ -13,6 +13,7 @@ import tensorflow as tf
 from towerstrategy.sharding.rules import shapes
 from towerstrategy.sharding.rules.dimensions import DIMS, MIXED, by_equation, by_names, is_plain
 from towerstrategy.sharding.rules.families import AS_IT_IS, BINARY, UNARY, names
+from towerstrategy.sharding.rules.lists import entry_by_entry
 from towerstrategy.sharding.rules.registry import Op, Plan, rule
 from towerstrategy.sharding.spec import (
     REPLICATED,
@@ -38,7 +39,7 @@ def elementwise(op: Op, specs: Sequence[Spec]) -> Plan | None:
     if op.type in AS_IT_IS and not isinstance(specs[0], Replicated):
         return Plan(specs, specs, passes=True)
     if any(isinstance(spec, ListOf) for spec in specs):
-        return _lists(op, specs)
+        return entry_by_entry(op, specs)
     if any(isinstance(spec, Sharded) for spec in specs):
         return _sharded(op, specs)
     if any(isinstance(spec, Size) for spec in specs):
@@ -67,15 +68,6 @@ def _moved_axes(op: Op, specs: Sequence[Spec]) -> Plan | None:
     else:
         return None
     return Plan([REPLICATED] * 2, [Axes(reduced)])
-
-
-def _lists(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    """The plan of a sum of lists, or of zeros like a list; an empty one may be each tower's."""
-    lists = [spec for spec in specs if isinstance(spec, ListOf)]
-    spec = next((spec for spec in lists if spec.element is not None), lists[0])
-    alike = all(isinstance(each, (ListOf, Replicated)) for each in specs) \
-        and {each.element for each in lists} <= {spec.element, None}
-    return Plan([spec] * len(specs), [spec] * len(op.outputs)) if alike else None
 
 
 def _sharded(op: Op, specs: Sequence[Spec]) -> Plan | None:

@@ -1,13 +1,15 @@
 """Rules for tensor lists, which loops keep, and for optionals, which branches keep.
 
 Goes in: an op and the specs of its inputs.  Comes out: its plan.  Each tower has a list, or an
-optional, of its own.
+optional, of its own: with an entry of its own in place of each of the whole list, or with the
+entries of its rows.  The latter are taken and put by the iterations of loops over the rows.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import tensorflow as tf
 
@@ -15,21 +17,22 @@ from towerstrategy import _tensorflow as _tf
 from towerstrategy.sharding.rules.dimensions import is_plain
 from towerstrategy.sharding.rules.entries import entries_of
 from towerstrategy.sharding.rules.registry import EACH, HOST, Op, Plan, rule
+from towerstrategy.sharding.rules.row_loops import is_counted, is_kept, is_one_devices, one_devices
 from towerstrategy.sharding.rules.shapes import static_sizes
 from towerstrategy.sharding.spec import (
     REPLICATED,
+    ROW,
+    ByBranch,
+    Index,
     ListOf,
-    OptionalOf,
     Partial,
+    Position,
     Replicated,
+    Row,
     Sharded,
     Size,
     Spec,
 )
-
-
-def _size_or_whole(spec: Spec) -> Spec:
-    return spec if isinstance(spec, Size) else REPLICATED
 
 
 def is_empty(tensor_list: tf.Tensor, element: Spec | None) -> bool:
@@ -50,22 +53,21 @@ def is_empty(tensor_list: tf.Tensor, element: Spec | None) -> bool:
     return shape is not None and (not shape.ndim or bool(shape[element.dim] == -1))
 
 
-def is_kept(body: Any, index: int) -> bool:
-    """Whether an iteration leaves a loop's variable as it is."""
-    result = body.outputs[index]
-    while result.op.type == "Identity":
-        result = result.op.inputs[0]
-    return result is body.inputs[index]
+def can_be_whole(tensor_list: tf.Tensor) -> bool:
+    """Whether the op that makes a list of rows can also make one of all rows."""
+    return tensor_list.op.type in ("TensorListFromTensor", "TensorListReserve")
 
 
-def note_constants(body: Any, arguments: Iterable[tf.Tensor]) -> None:
-    """Notes a loop's constants: integers that it keeps; what an earlier loop has put into lists.
+def note_constants(function: Any, arguments: Iterable[tf.Tensor], is_loop: bool) -> None:
+    """Notes the constants among what a branch, or the body of a loop, is given.
 
-    TensorFlow keeps what a loop computes for its gradient in lists, even what is the same in each
-    iteration, such as the permutation of a softmax over another axis than the last one.
+    They are integers, such as the axes of gradients; and what each iteration of an earlier loop has
+    put into a list.  TensorFlow keeps what a loop computes for its gradient in lists, even what is
+    the same in each iteration, such as the permutation of a softmax over another axis than the last
+    one.
     """
-    for index, (inner, outer) in enumerate(zip(body.inputs, arguments)):
-        if outer.dtype.is_integer and outer.shape.rank == 0 and is_kept(body, index):
+    for index, (inner, outer) in enumerate(zip(function.inputs, arguments)):
+        if outer.dtype.is_integer and not (is_loop and not is_kept(function, index)):
             _tf.note_constant(inner, _tf.constant_value(outer))
         value = _constant_put_into(outer) if outer.dtype == tf.variant else None
         for operation in () if value is None else inner.consumers():
@@ -75,14 +77,24 @@ def note_constants(body: Any, arguments: Iterable[tf.Tensor]) -> None:
 
 def _constant_put_into(tensor_list: tf.Tensor) -> Any:
     """The constant that each iteration of a loop puts into a list; None if it is none."""
-    loop = tensor_list.op
-    while loop.type == "Identity":
-        tensor_list, loop = loop.inputs[0], loop.inputs[0].op
+    result = _tf.uncopied(tensor_list)
+    loop = result.op
     if loop.type not in ("While", "StatelessWhile"):
         return None
-    result = _tf.body_of(loop.graph, loop.get_attr("body").name).outputs[tensor_list.value_index]
+    result = _tf.body_of(loop.graph, loop.get_attr("body").name).outputs[result.value_index]
     is_put = result.op.type == "TensorListPushBack"
     return _tf.constant_value(result.op.inputs[1]) if is_put else None
+
+
+def _has_all(held: Spec) -> TypeGuard[ListOf]:
+    """Whether it is a list of rows that has an entry for each one."""
+    return isinstance(held, ListOf) and held.rows is not None and held.element is not None \
+        and held.ahead is None
+
+
+def _of_shape(spec: Spec) -> Spec:
+    """The spec that the shape of the entries has to have."""
+    return spec if isinstance(spec, Size) or spec == ROW else REPLICATED
 
 
 def _shape_fits(op: Op, index: int, spec: Spec, element: Spec) -> bool:
@@ -101,92 +113,167 @@ def _shape_fits(op: Op, index: int, spec: Spec, element: Spec) -> bool:
 @rule("TensorListPushBack", "TensorListSetItem")
 def put(op: Op, specs: Sequence[Spec]) -> Plan | None:
     """The new entry has to have the spec of the entries in the list."""
-    list_spec, *index, entry = specs
-    if isinstance(entry, Replicated):
-        entry = REPLICATED
-        if not isinstance(list_spec, ListOf):
+    held, *index, entry = specs
+    if isinstance(held, ListOf) and held.rows and (
+            held.variable is not None or index == [Position(held.rows)]):
+        return _put_of_row(held, index, entry)
+    entry = REPLICATED if isinstance(entry, Replicated) else entry
+    if not isinstance(held, ListOf) or held.rows:
+        if entry == REPLICATED:
             return None
-    if not isinstance(list_spec, ListOf):
-        list_spec = ListOf(entry)
-    if not all(map(is_plain, index)) or list_spec.element not in (None, entry):
+        held = ListOf(entry)
+    if isinstance(entry, Row) or held.element not in (None, entry) or not all(map(is_plain, index)):
         return None
-    return Plan([list_spec, *[REPLICATED] * len(index), entry], [ListOf(entry)])
+    return Plan([held, *[REPLICATED] * len(index), entry], [ListOf(entry)])
+
+
+def _put_of_row(held: ListOf, index: Sequence[Spec], entry: Spec) -> Plan | None:
+    """The iteration's entry, put at its position, or behind those of the rows before."""
+    if index:
+        fits = index == [Position(held.rows)] and not held.backwards and is_one_devices(entry) \
+            and (held.ahead == 0 or held.element == ROW)
+        entry = one_devices(entry)
+    else:
+        fits = held.ahead == 0 and (isinstance(entry, (Index, Size)) or is_one_devices(entry))
+        entry = REPLICATED if isinstance(entry, Replicated) else entry
+    return Plan([held, *index, entry], [dataclasses.replace(
+        held, element=ROW if index else entry, ahead=None if held.ahead is None else 1)]
+    ) if fits else None
 
 
 @rule("TensorListPopBack", "TensorListGetItem")
 def take(op: Op, specs: Sequence[Spec]) -> Plan | None:
     """An entry; a list into which nothing was put has zeros, of the shape in the last input."""
-    list_spec, *index, shape = specs
-    if not isinstance(list_spec, ListOf) or not all(map(is_plain, index)):
+    held, *index, shape = specs
+    if not isinstance(held, ListOf) or isinstance(held.element, ByBranch):
         return None
-    element = list_spec.element or (
-        shape.shards(shape.at) if isinstance(shape, Size) else REPLICATED)
-    if not _shape_fits(op, len(specs) - 1, shape, element):
+    rest, element = held, held.element
+    if not held.rows:
+        fits, index = all(map(is_plain, index)), [REPLICATED] * len(index)
+        element = element or (shape.shards(shape.at) if isinstance(shape, Size) else REPLICATED)
+    elif index:
+        fits = index == [Position(held.rows)] and not held.backwards
+    else:  # the last entry
+        fits = held.variable is not None and held.ahead == 1
+        rest = dataclasses.replace(held, element=None, ahead=0)
+    if element is None or not fits or not _shape_fits(op, len(specs) - 1, shape, element):
         return None
-    gives = [list_spec, element] if op.type == "TensorListPopBack" else [element]
-    return Plan([list_spec, *[REPLICATED] * len(index), _size_or_whole(shape)], gives)
+    gives = [rest, element] if op.type == "TensorListPopBack" else [element]
+    return Plan([held, *index, _of_shape(shape)], gives)
 
 
 @rule("TensorListFromTensor")
 def from_tensor(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    spec = specs[0]
-    if not isinstance(spec, Sharded) or spec.dim == 0:
+    spec, shape = specs
+    if not isinstance(spec, Sharded):
         return None
-    return Plan([spec, *map(_size_or_whole, specs[1:])],
-                [ListOf(spec.at(spec.dim - 1))])
+    if spec.dim:
+        return Plan([spec, _of_shape(shape)], [ListOf(spec.at(spec.dim - 1))])
+    fits = is_counted(spec) and isinstance(shape, Replicated)
+    return Plan([spec, REPLICATED], [ListOf(ROW, spec.size)]) if fits else None
 
 
 @rule("TensorListStack")
 def stack(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    list_spec = specs[0]
-    if not isinstance(list_spec, ListOf):
+    held, shape = specs
+    if not isinstance(held, ListOf):
         return None
-    takes = [list_spec, *map(_size_or_whole, specs[1:])]
-    element = list_spec.element
-    if not _shape_fits(op, 1, specs[1], element or REPLICATED):
+    if held.rows:
+        return _rows_of(op, held, held.rows)
+    element = held.element
+    if not _shape_fits(op, 1, shape, element or REPLICATED) \
+            or not isinstance(element, (Sharded, Partial, Replicated)):
         return None
-    if isinstance(element, Sharded):
-        return Plan(takes, [element.at(element.dim + 1)])
-    if isinstance(element, (Partial, Replicated)):
-        return Plan(takes, [element])
-    return None
+    return Plan([held, _of_shape(shape)], [
+        element.at(element.dim + 1) if isinstance(element, Sharded) else element])
+
+
+def _rows_of(op: Op, held: ListOf, rows: Size) -> Plan | None:
+    """The rows.  A tower without any needs the shape of a row."""
+    shape = entries_of(op.inputs[1])
+    if not _has_all(held) or held.element != ROW or held.variable is not None or held.backwards:
+        return None
+    if op.outputs[0].dtype == tf.variant or op.attr("num_elements") >= 0 or shape is None \
+            or not shape.ndim or any(size is not None and size < 0 for size in shape):
+        return None
+    return Plan([held, REPLICATED], [rows.shards(0)])
+
+
+def entry_by_entry(op: Op, specs: Sequence[Spec]) -> Plan | None:
+    """The plan of a sum of lists, or of zeros like a list; an empty one may be each tower's.
+
+    An iteration adds to the entry of its row only.
+    """
+    if op.type == "ZerosLike" and _has_all(specs[0]):
+        return Plan(specs, [ListOf(ROW, specs[0].rows, zeros=True)])
+    lists = [spec for spec in specs if isinstance(spec, ListOf)]
+    others = [spec for spec in lists if not spec.rows]
+    if others:
+        spec = next((spec for spec in others if spec.element is not None), others[0])
+        alike = all(isinstance(each, (ListOf, Replicated)) for each in specs) \
+            and {each.element for each in others} <= {spec.element, None}
+    else:
+        others = [spec for spec in lists if not spec.zeros] or lists
+        spec = others[0]
+        alike = lists == list(specs) and {*others} == {spec} \
+            and all(_has_all(each) and each.element == ROW and each.rows == spec.rows
+                    for each in lists) and (len(others) == 1 or spec.variable is None)
+    return Plan([spec] * len(specs), [spec] * len(op.outputs)) if alike else None
 
 
 @rule("OptionalFromValue")
 def make_optional(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    return Plan(specs, [OptionalOf(specs[0])]) if len(specs) == 1 else None
+    return Plan(specs, [ListOf(specs[0])]) if len(specs) == 1 else None
 
 
 @rule("OptionalGetValue")
 def optional_value(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    element = specs[0].element if isinstance(specs[0], OptionalOf) else None
-    return None if element is None or len(op.outputs) > 1 else Plan(specs, [element])
+    element = specs[0].element if isinstance(specs[0], ListOf) else None
+    return None if element is None or isinstance(element, ByBranch) or len(op.outputs) > 1 \
+        else Plan(specs, [element])
 
 
 @rule("TensorListReserve", "EmptyTensorList")
 def new_list(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    """Each tower makes a list if the shape of the entries has a number of rows."""
-    size = specs[0]
-    if not isinstance(size, Size):
+    """Each tower makes a list if the shape of the entries, or how many there are, counts rows."""
+    shape, number = specs
+    if isinstance(shape, Size):
+        return Plan([shape, REPLICATED], [ListOf(shape.shards(shape.at))])
+    if op.type == "EmptyTensorList" or not isinstance(shape, Replicated) \
+            or not isinstance(number, Size) or not is_counted(number):
         return None
-    return Plan([size, *[REPLICATED] * (len(specs) - 1)], [ListOf(size.shards(size.at))])
+    return Plan([REPLICATED, number], [ListOf(ROW, number.moved(0), zeros=True)])
 
 
 @rule("TensorListLength")
 def length(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    list_spec = specs[0]
-    return Plan([list_spec], [REPLICATED]) if isinstance(list_spec, ListOf) else None
+    held, = specs
+    if not isinstance(held, ListOf):
+        return None
+    if not held.rows or _has_all(held):
+        return Plan(specs, [held.rows or REPLICATED])
+    return None if held.ahead is None else Plan(
+        specs, [Position(held.rows, held.ahead, held.backwards)])
+
+
+@rule("TensorListResize")
+def resize(op: Op, specs: Sequence[Spec]) -> Plan | None:
+    held, size = specs
+    if not isinstance(held, ListOf) or not held.rows or held.element is None or held.backwards:
+        return None
+    if size == Position(held.rows):  # without the rows of later iterations, and this one
+        return Plan(specs, [dataclasses.replace(held, element=None, ahead=0)])
+    fits = held.ahead is None and isinstance(size, Size) and size.moved(0) == held.rows
+    return Plan(specs, [held]) if fits else None
 
 
 @rule("TensorListElementShape")
 def element_shape(op: Op, specs: Sequence[Spec]) -> Plan | None:
     """The shape of a list's entries, with -1 for unknown sizes; the towers' rows are added up."""
-    list_spec = specs[0]
-    if not isinstance(list_spec, ListOf):
-        return None
-    element = list_spec.element
+    held, = specs
+    element = held.element if isinstance(held, ListOf) else None
     if not isinstance(element, Sharded):
-        return Plan([list_spec], [REPLICATED])
+        return Plan(specs, [REPLICATED]) if isinstance(held, ListOf) else None
 
     def whole(m: Any) -> list[Any]:
         shapes = m.copy([m.parts(0)], EACH)[0]
@@ -194,4 +281,4 @@ def element_shape(op: Op, specs: Sequence[Spec]) -> Plan | None:
         total = m.make("Maximum", [rows, m.constant(-1, op.outputs[0].dtype, HOST)], HOST)
         return [m.towers.with_entry(shapes[0], element.dim, total)]
 
-    return Plan([list_spec], [element.size], whole=whole)
+    return Plan(specs, [element.size], whole=whole)

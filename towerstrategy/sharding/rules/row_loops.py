@@ -1,7 +1,7 @@
 """Loops over the rows, as in ``tf.map_fn``: each tower runs the iterations of its own rows.
 
-Goes in: a loop with the specs of what it starts with, or an op and the specs of its inputs.  Comes
-out: the specs of the loop's variables in its body, or the op's plan.
+Goes in: a loop with the specs of what it starts with, or an op on rows and the specs of its inputs.
+Comes out: the specs of the loop's variables in its body, or the op's plan.
 
 An iteration may depend on its row, on what is the same for all rows, and on the row's number.  It
 puts results into lists with an entry for each row, from which the gradient's loop takes them, or
@@ -12,25 +12,26 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, TypeGuard
+from typing import Any
 
 import tensorflow as tf
 
+from towerstrategy import _tensorflow as _tf
 from towerstrategy.sharding.rules.entries import entries_of
-from towerstrategy.sharding.rules.lists import is_kept
-from towerstrategy.sharding.rules.registry import Op, Plan, Rule
+from towerstrategy.sharding.rules.families import AS_IT_IS
+from towerstrategy.sharding.rules.registry import Op, Plan, Rule, plan_of as plan_by_table
 from towerstrategy.sharding.spec import (
     REPLICATED,
     ROW,
     SUM,
     Index,
     InRow,
+    ListOf,
     MoreRows,
     Partial,
     Position,
     Replicated,
     Row,
-    RowList,
     Sharded,
     Size,
     Spec,
@@ -38,11 +39,6 @@ from towerstrategy.sharding.spec import (
     has_known_rows,
     in_one_piece,
 )
-
-
-class DependsOnOthers(Exception):
-    """It is not known that an iteration depends on its row alone."""
-
 
 # The variables of a loop.
 
@@ -63,27 +59,32 @@ def variables(body: Any, starts: Sequence[tf.Tensor], counters: Sequence[Spec], 
               ) -> list[Spec] | None:
     """The specs of a loop's variables in its body; None if it does not run once for each row.
 
-    ``more`` is the spec of its condition.
+    ``more`` is the spec of its condition.  A loop that takes entries out of lists goes from the row
+    that was put in last to the first one.
     """
-    if not isinstance(more, MoreRows):
+    specs = list(map(_plain, counters))
+    popped = {index: spec.backwards for index, spec in enumerate(specs)
+              if isinstance(spec, ListOf) and spec.element is not None
+              and _tf.uncopied(body.outputs[index]).op.type in (
+                  "TensorListPopBack", "TensorListResize")}
+    if not isinstance(more, MoreRows) or len({*popped.values()}) > 1:
         return None
-    rows, found = more.rows, list[Spec]()
-    for index, (start, spec) in enumerate(zip(starts, counters)):
+    rows, backwards = more.rows, False in popped.values()
+    for index, (start, spec) in enumerate(zip(starts, specs)):
         if isinstance(spec, Position):
-            spec = Position(rows)
+            specs[index] = Position(rows, backwards=backwards)
         elif is_kept(body, index):
-            spec = REPLICATED if isinstance(spec, Partial) else _plain(spec)
-        elif isinstance(spec, RowList) or start.dtype == tf.variant and _is_empty(start):
-            entries = _plain(spec) if isinstance(spec, RowList) else RowList(None, rows)
-            if not isinstance(entries, RowList) or entries.rows != rows:
-                return None
-            spec = dataclasses.replace(entries, variable=index)
+            specs[index] = REPLICATED if isinstance(spec, Partial) else spec
+        elif isinstance(spec, ListOf) and spec.rows == rows and spec.element is not None:
+            specs[index] = dataclasses.replace(
+                spec, variable=index, ahead=1 if index in popped else None)
+        elif _is_empty(start) or isinstance(spec, ListOf) and spec.rows and spec.element is None:
+            specs[index] = ListOf(None, rows, backwards, index, ahead=0)
         elif start.dtype.is_integer or start.dtype.is_floating or start.dtype.is_complex:
-            spec = Total(index, spec if isinstance(spec, Sharded) else None)
+            specs[index] = Total(index, spec if isinstance(spec, Sharded) else None)
         else:
             return None
-        found.append(spec)
-    return found
+    return specs
 
 
 def settled(before: Sequence[Spec], after: Sequence[Spec]) -> list[Spec] | None:
@@ -91,30 +92,18 @@ def settled(before: Sequence[Spec], after: Sequence[Spec]) -> list[Spec] | None:
 
     What does not count the rows is a total.
     """
-    popped = {spec.backwards for spec in after if isinstance(spec, RowList) and spec.grown < 0}
-    if len(popped) > 1:
-        return None
-    specs: list[Spec] = []
+    specs = list(before)
     for index, (spec, now) in enumerate(zip(before, after)):
         if isinstance(spec, Position):
-            counts = now == dataclasses.replace(spec, ahead=1)
-            specs.append(dataclasses.replace(spec, backwards=False in popped) if counts
-                         else Total(index))
-            continue
-        if isinstance(spec, RowList) and spec.element is None:
-            spec = dataclasses.replace(spec, backwards=False in popped)
-        if not _is_still(spec, now):
+            if now != dataclasses.replace(spec, ahead=1):
+                specs[index] = Total(index)
+        elif isinstance(spec, ListOf) and spec.variable is not None:
+            if not isinstance(now, ListOf) or now.variable != index \
+                    or now.ahead != {0: 1, 1: 0, None: None}[spec.ahead]:
+                return None
+        elif spec != now and not (isinstance(spec, Replicated) and isinstance(now, Replicated)):
             return None
-        specs.append(spec)
     return specs
-
-
-def _is_still(spec: Spec, now: Spec) -> bool:
-    """Whether a variable that does not count the rows has this spec after an iteration, too."""
-    if isinstance(spec, RowList) and isinstance(now, RowList) and spec.variable is not None:
-        return spec == now or now.variable == spec.variable and (
-            now.grown > 0 or spec.element is not None)
-    return spec == now or isinstance(spec, Replicated) and isinstance(now, Replicated)
 
 
 def outside(before: Sequence[Spec], after: Sequence[Spec]) -> tuple[list[Spec], list[Spec]]:
@@ -124,16 +113,19 @@ def outside(before: Sequence[Spec], after: Sequence[Spec]) -> tuple[list[Spec], 
     """
     takes = [spec.shards or SUM if isinstance(spec, Total) else _plain(spec) for spec in before]
     gives = [spec.rows if isinstance(spec, Position) and spec.rows is not None
-             else _plain(now) if isinstance(spec, RowList) else spec
+             else _plain(now) if isinstance(spec, ListOf) else spec
              for spec, now in zip(takes, after)]
     return takes, gives
 
 
 def _plain(spec: Spec) -> Spec:
     """The spec without what that of a list says of the iteration."""
-    if not isinstance(spec, RowList):
-        return spec
-    return RowList(spec.element if spec.grown >= 0 else None, spec.rows, backwards=spec.backwards)
+    return ListOf(spec.element, spec.rows, spec.backwards) if isinstance(spec, ListOf) else spec
+
+
+def is_kept(body: Any, index: int) -> bool:
+    """Whether an iteration leaves a loop's variable as it is."""
+    return _tf.uncopied(body.outputs[index]) is body.inputs[index]
 
 
 def _is_zero(tensor: tf.Tensor) -> bool:
@@ -150,69 +142,34 @@ def _is_empty(tensor_list: tf.Tensor) -> bool:
 # The plans of ops.
 
 
-def without_row_lists(specs: Sequence[Spec]) -> list[Spec]:
-    """The specs, with lists of rows' entries as one list of all rows."""
-    return [REPLICATED if isinstance(spec, RowList) else spec for spec in specs]
-
-
 def plan_of(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    """The plan of an op on rows of a loop, or on lists of their entries; None if it has none.
-
-    Raises:
-      DependsOnOthers: the op is in a loop over rows and depends on more than the row.
-    """
-    own_rule = _RULES.get(op.type)
-    plan = own_rule(op, specs) if own_rule is not None else None
-    if plan is None and not op.is_call and any(isinstance(spec, Row) for spec in specs):
-        plan = _of_the_row(op, specs)
-        if plan is None:
-            raise DependsOnOthers(op.type)
-    return plan
+    """The plan of an op on a :class:`Row`; None if it depends on more than the iteration's row."""
+    in_table = op.type in AS_IT_IS or any(isinstance(spec, ListOf) for spec in specs)
+    own_rule = plan_by_table if in_table else _RULES.get(op.type)
+    plan = None if own_rule is None else own_rule(op, specs)
+    if plan is not None or op.has_state or op.handles or not all(map(is_one_devices, specs)):
+        return plan
+    return Plan(list(map(one_devices, specs)), [ROW] * len(op.outputs))  # whatever it does
 
 
-def _of_the_row(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    """The plan of any op without a state: its outputs are the row's."""
-    if op.has_state or op.handles or not all(map(_is_one_devices, specs)):
-        return None
-    return Plan(list(map(_one_devices, specs)), [ROW] * len(op.outputs))
-
-
-def _is_one_devices(spec: Spec) -> bool:
+def is_one_devices(spec: Spec) -> bool:
     """Whether a tower has, or can make, what one device has in the iteration of the same row."""
-    return spec == ROW or isinstance(spec, Replicated) or _is_row_number(spec)
+    is_row_number = isinstance(spec, Position) and spec.rows is not None and not spec.backwards
+    return spec == ROW or isinstance(spec, Replicated) or is_row_number
 
 
-def _one_devices(spec: Spec) -> Spec:
+def one_devices(spec: Spec) -> Spec:
+    """The spec that gives a tower what one device has."""
     return ROW if isinstance(spec, Row) else REPLICATED
 
 
-def _is_row_number(spec: Spec) -> bool:
-    return isinstance(spec, Position) and spec.rows is not None and not spec.backwards
-
-
-def _new_reserved(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    shape, rows = specs
-    if not isinstance(shape, Replicated) or not isinstance(rows, Size) or not _is_counted(rows):
-        return None
-    return Plan([REPLICATED, rows], [RowList(ROW, rows.moved(0), is_new=True, zeros=True)])
-
-
-def _new_from_tensor(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    spec, shape = specs
-    if not isinstance(spec, Sharded) or spec.dim or not _is_counted(spec) \
-            or not isinstance(shape, Replicated):
-        return None
-    return Plan([spec, REPLICATED], [RowList(ROW, spec.size, is_new=True)])
-
-
-def _is_counted(spec: Sharded | Size) -> bool:
+def is_counted(spec: Sharded | Size) -> bool:
+    """Whether loops can count these rows."""
     return has_known_rows(spec) and in_one_piece(spec)
 
 
 def _add(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    """The position of the next row, or a total, or the sums of lists' entries."""
-    if any(isinstance(spec, RowList) for spec in specs):
-        return _entry_by_entry(op, specs)
+    """The position of the next row, or a total."""
     first, others = specs[0], [spec for spec in specs if not isinstance(spec, Total)]
     if isinstance(first, Position) and len(specs) == 2 and not first.ahead:
         step = op.value(1)
@@ -221,7 +178,7 @@ def _add(op: Op, specs: Sequence[Spec]) -> Plan | None:
     total = next(spec for spec in specs if isinstance(spec, Total)) \
         if len(specs) == len(others) + 1 else None
     if total is None or not all(
-            spec == InRow(total.shards) if total.shards else _is_one_devices(spec)
+            spec == InRow(total.shards) if total.shards else is_one_devices(spec)
             for spec in others):
         return None
     return Plan([ROW if isinstance(spec, Position) else spec for spec in specs], [total])
@@ -235,7 +192,7 @@ def _less(op: Op, specs: Sequence[Spec]) -> Plan | None:
     """Whether there is a row at a position."""
     at, size = specs
     if not isinstance(at, Position) or at.ahead or not isinstance(size, Size) \
-            or not _is_counted(size):
+            or not is_counted(size):
         return None
     rows = size.moved(0)
     return Plan(specs, [MoreRows(rows)]) if at.rows in (None, rows) else None
@@ -244,13 +201,6 @@ def _less(op: Op, specs: Sequence[Spec]) -> Plan | None:
 def _and(op: Op, specs: Sequence[Spec]) -> Plan | None:
     alike = isinstance(specs[0], MoreRows) and specs[0] == specs[1]
     return Plan(specs, specs[:1]) if alike else None
-
-
-def _identity(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    spec = specs[0]
-    if isinstance(spec, RowList):  # if it is not passed, the copy has no whole list
-        return Plan(specs, [dataclasses.replace(spec, is_new=False)], passes=True)
-    return Plan(specs, specs, passes=True)
 
 
 def _index(op: Op, specs: Sequence[Spec]) -> Plan | None:
@@ -281,113 +231,11 @@ def _is_slice_of_row(op: Op, index: Sequence[Spec], rows: Size) -> bool:
     """Whether the begin, end and strides of a strided slice are those of one row."""
     strides = op.value(3)
     masks = (op.attr(f"{name}_mask") & 1 for name in ("begin", "end", "ellipsis", "new_axis"))
-    return _is_counted(rows) and not any(masks) and strides is not None and strides[0] == 1 \
+    return is_counted(rows) and not any(masks) and strides is not None and strides[0] == 1 \
         and list(index[:2]) == [Index(rows, 0), Index(rows, 1)] and index[2] == REPLICATED
 
 
-def _set(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    """The entry of the row is put at its position."""
-    entries, at, entry = specs
-    if not isinstance(entries, RowList) or entries.element not in (None, ROW) \
-            or at != Position(entries.rows) or not _is_one_devices(entry):
-        return None
-    grown = 1 if entries.element is None else entries.grown
-    return Plan([entries, at, _one_devices(entry)],
-                [dataclasses.replace(entries, element=ROW, is_new=False, grown=grown)])
-
-
-def _push(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    """An entry is put behind those of the rows before; the gradient's loop takes it from there."""
-    entries, entry = specs
-    entry = REPLICATED if isinstance(entry, Replicated) else entry
-    if not isinstance(entries, RowList) or entries.element is not None \
-            or not isinstance(entry, (Index, Size)) and not _is_one_devices(entry):
-        return None
-    return Plan([entries, entry], [dataclasses.replace(entries, element=entry, grown=1)])
-
-
-def _get(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    entries, at, shape = specs
-    if not isinstance(entries, RowList) or at != Position(entries.rows) \
-            or entries.element != ROW or entries.grown < 0 \
-            or not isinstance(shape, Replicated) and shape != ROW:
-        return None
-    return Plan(specs, [ROW])
-
-
-def _pop(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    entries, shape = specs
-    if not _is_full(entries) or entries.variable is None \
-            or not isinstance(shape, Replicated) and shape != ROW:
-        return None
-    return Plan(specs, [dataclasses.replace(entries, grown=-1), entries.element or ROW])
-
-
-def _stack(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    """The rows.  A tower without any needs the shape of a row."""
-    entries, shape = specs[0], entries_of(op.inputs[1])
-    if not _is_full(entries) or entries.element != ROW or entries.variable is not None:
-        return None
-    if op.outputs[0].dtype == tf.variant or op.attr("num_elements") >= 0 or shape is None \
-            or not shape.ndim or any(size is not None and size < 0 for size in shape):
-        return None
-    return Plan([entries, REPLICATED], [entries.rows.shards(0)])
-
-
-def _length(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    entries, = specs
-    if _is_full(entries):
-        return Plan(specs, [entries.rows])
-    if not isinstance(entries, RowList) or entries.variable is None or entries.grown < 0:
-        return None
-    return Plan(specs, [Position(entries.rows, entries.grown, entries.backwards)])
-
-
-def _is_full(spec: Spec) -> TypeGuard[RowList]:
-    """Whether it is a list that has an entry for each row, also if an iteration is the last."""
-    return isinstance(spec, RowList) and spec.element is not None and not spec.grown
-
-
-def _resize(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    entries, size = specs
-    if not _is_full(entries):
-        return None
-    if size == Position(entries.rows):  # without the rows of earlier iterations, and this one
-        return Plan(specs, [dataclasses.replace(entries, grown=-1)])
-    fits = isinstance(size, Size) and size.moved(0) == entries.rows
-    return Plan(specs, [dataclasses.replace(entries, is_new=False)]) if fits else None
-
-
-def _element_shape(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    return Plan(specs, [REPLICATED]) if isinstance(specs[0], RowList) else None
-
-
-def _entry_by_entry(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    """Sums of lists.  An iteration adds to the entry of its row only."""
-    lists = [spec for spec in specs if _is_full(spec)]
-    if len(lists) < len(specs) or any(spec.rows != lists[0].rows for spec in lists):
-        return None
-    variable = next((spec.variable for spec in lists if spec.variable is not None), None)
-    zeros = [spec.zeros for spec in lists]
-    if any(spec.element != ROW for spec in lists) \
-            or variable is not None and zeros.count(False) != 1:
-        return None
-    return Plan(specs, [RowList(ROW, lists[0].rows, variable=variable, zeros=all(zeros))])
-
-
-def _zeros(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    entries, = specs
-    return Plan(specs, [RowList(ROW, entries.rows, zeros=True)]) if _is_full(entries) else None
-
-
-OF_ROWS = {Index, InRow, MoreRows, Position, Row, RowList, Total}
-NEW_LISTS: dict[str, Rule] = {
-    "TensorListFromTensor": _new_from_tensor, "TensorListReserve": _new_reserved}
-_RULES: dict[str, Rule] = NEW_LISTS | {
-    "Add": _add, "AddN": _add, "AddV2": _add, "Identity": _identity, "Less": _less,
-    "LogicalAnd": _and, "Pack": _index, "StridedSlice": _row_of,
-    "StridedSliceGrad": _gradient_of_row, "TensorListElementShape": _element_shape,
-    "TensorListGetItem": _get, "TensorListLength": _length, "TensorListPopBack": _pop,
-    "TensorListPushBack": _push, "TensorListResize": _resize, "TensorListSetItem": _set,
-    "Sub": _subtract, "TensorListStack": _stack, "ZerosLike": _zeros,
+_RULES: dict[str, Rule] = {
+    "Add": _add, "AddN": _add, "AddV2": _add, "Less": _less, "LogicalAnd": _and, "Pack": _index,
+    "StridedSlice": _row_of, "StridedSliceGrad": _gradient_of_row, "Sub": _subtract,
 }
