@@ -140,7 +140,7 @@ class _Propagation:
 
     def _plan(self, operation: Op, specs: Sequence[Spec], nests: bool) -> Plan | None:
         """The plan of an operation with such inputs; None if it runs once, with all rows."""
-        if any(isinstance(spec, Row) for spec in specs) and not operation.is_call:
+        if not (row_loops.OF_ROWS.isdisjoint(map(type, specs)) or operation.is_call):
             return row_loops.plan_of(operation, specs)
         if nests or not all(isinstance(spec, Replicated) for spec in specs):
             if operation.is_call:
@@ -161,10 +161,7 @@ class _Propagation:
             map(self._can_become, operation.inputs, specs, plan.takes))
 
     def _can_become(self, tensor: tf.Tensor, spec: Spec, wanted: Spec) -> bool:
-        """Whether a tensor can be redistributed, and each tower can have a list that is wanted.
-
-        A whole list can be each tower's if it is empty.
-        """
+        """Whether a tensor can be redistributed; a list if it is new, or one of each tower."""
         is_own = isinstance(spec, ListOf) and isinstance(wanted, ListOf) \
             and (spec.rows is None) == (wanted.rows is None)
         if isinstance(spec, ListOf) and spec.rows and not is_own:

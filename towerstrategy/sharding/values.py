@@ -158,7 +158,10 @@ class Value:
         if isinstance(self.spec, Position) and wanted == ROW:
             return Value(towers, wanted, self.shape, None, functools.partial(
                 self._row_number, self.spec))
-        if isinstance(wanted, Row) or isinstance(self.spec, Total):
+        if isinstance(wanted, ListOf) and not wanted.rows and isinstance(self.spec, ListOf) \
+                and self.spec.rows:  # each tower has the whole list
+            return self.as_spec(REPLICATED).as_spec(wanted)
+        if isinstance(wanted, (ListOf, Row)) or isinstance(self.spec, Total):
             return Value(towers, wanted, self.shape, None, self.part)
         if isinstance(wanted, Sharded):
             if isinstance(self.spec, Sharded) and wanted.given in (self.spec, self.spec.uncounted):
@@ -166,10 +169,6 @@ class Value:
             return self._cut(wanted)
         if isinstance(wanted, Partial):
             return Value(towers, wanted, self.shape, self.whole, self._first_or_zeros)
-        if isinstance(wanted, ListOf):
-            of_rows = isinstance(self.spec, ListOf) and self.spec.rows and not wanted.rows
-            return Value(towers, wanted, self.shape, None,
-                         self.as_spec(REPLICATED).part if of_rows else self.part)
         return Value(towers, wanted, self.shape, self.whole, None, self.device,
                      None if isinstance(self.spec, (Size, ListOf)) else self.constant)
 

@@ -235,6 +235,7 @@ def _is_slice_of_row(op: Op, index: Sequence[Spec], rows: Size) -> bool:
         and list(index[:2]) == [Index(rows, 0), Index(rows, 1)] and index[2] == REPLICATED
 
 
+OF_ROWS = {Index, InRow, MoreRows, Position, Row, Total}
 _RULES: dict[str, Rule] = {
     "Add": _add, "AddN": _add, "AddV2": _add, "Less": _less, "LogicalAnd": _and, "Pack": _index,
     "StridedSlice": _row_of, "StridedSliceGrad": _gradient_of_row, "Sub": _subtract,
