@@ -17,7 +17,17 @@ import tensorflow as tf
 
 from towerstrategy.sharding.rules.registry import Op, Plan
 from towerstrategy.sharding.rules.row_loops import is_kept
-from towerstrategy.sharding.spec import Replicated, Spec
+from towerstrategy.sharding.spec import (
+    SUM,
+    ListOf,
+    Position,
+    Replicated,
+    Row,
+    Sharded,
+    Size,
+    Spec,
+    has_known_rows,
+)
 
 BRANCHES = ("If", "StatelessIf", "Case", "StatelessCase")
 LOOPS = ("While", "StatelessWhile")
@@ -118,3 +128,43 @@ def _is_only_read(layout: Layout, name: str) -> bool:
                     _is_only_read(plan.layouts[0], plan.layouts[0].graph.inputs[at].name)):
                 return False
     return isinstance(layout.specs[name], Replicated)
+
+
+def is_local(layout: Layout, outputs: Sequence[Spec], compiled: bool = False) -> bool:
+    """Whether each tower can run the traced operations alone and gets outputs of these specs.
+
+    ``compiled`` says that XLA compiles them; no kernel of XLA fails on zero rows.
+    """
+    return _match(layout.outputs, outputs, compiled) and all(
+        _is_local(layout, operation, compiled) for operation in layout.order
+        if operation.name in layout.plans)
+
+
+def _is_local(layout: Layout, operation: Op, compiled: bool) -> bool:
+    plan, specs = layout.plans[operation.name], layout.inputs_of(operation)
+    if isinstance(plan, Nested):
+        return _match(specs, plan.takes, compiled) and (
+            plan.local or operation.is_call and is_local(
+                plan.layouts[0], plan.gives, compiled))
+    # The tower is given the batch's number of rows, unless XLA compiles it.
+    knows_rows = not compiled and all(has_known_rows(spec) for spec in specs
+                                      if isinstance(spec, (Sharded, Size)))
+    if plan.once:
+        return not operation.has_state and all(isinstance(spec, Replicated) or isinstance(
+            spec, Size) and knows_rows for spec in specs) \
+            and all(isinstance(spec, Replicated) for spec in plan.gives)
+    is_made = plan.make is None or plan.alone is not None and knows_rows
+    return is_made and (compiled or not plan.padded) and _match(specs, plan.takes, compiled)
+
+
+def _match(specs: Sequence[Spec], takes: Sequence[Spec], compiled: bool = False) -> bool:
+    """Whether a tower by itself has inputs of the specs that a plan takes, or makes them.
+
+    Of what is the same for all towers, the first one has all as its part of a sum.
+    """
+    return all(spec == wanted or isinstance(spec, Sharded) and spec.uncounted == wanted
+               or isinstance(spec, Replicated) and (
+        isinstance(wanted, (Replicated, ListOf)) or wanted == SUM and not compiled)
+        or isinstance(spec, ListOf) and isinstance(wanted, ListOf)
+        or isinstance(spec, Position) and isinstance(wanted, Row) and not compiled
+        for spec, wanted in zip(specs, takes))

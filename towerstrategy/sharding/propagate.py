@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.sharding import graphs, joined, traffic as traffic_lib
-from towerstrategy.sharding.layout import BRANCHES, LOOPS, Layout, Nested, only_read
+from towerstrategy.sharding.layout import BRANCHES, LOOPS, Layout, Nested, is_local, only_read
 from towerstrategy.sharding.rules import lists, registry, row_loops, scaling
 from towerstrategy.sharding.rules.registry import Op, Plan
 from towerstrategy.sharding.spec import (
@@ -27,13 +27,10 @@ from towerstrategy.sharding.spec import (
     SUM,
     ListOf,
     Partial,
-    Position,
     Replicated,
-    Row,
     Sharded,
     Size,
     Spec,
-    has_known_rows,
 )
 
 ROUNDS = 20  # limit of a loop's fixpoint: a loop variable changes its spec a few times at most
@@ -57,11 +54,12 @@ def propagate(graph: Any, inputs: Sequence[Spec],
     """
     whole: set[Any] = set()
     while True:
+        known = len(whole)
         propagation = _Propagation(graph, whole, traffic)
-        try:
-            return propagation.layout(graph, inputs)
-        except CannotGather as needed:
-            propagation.make_whole(*needed.args)
+        layout = propagation.layout(graph, inputs)
+        if not propagation.is_void:
+            return layout
+        assert len(whole) > known, whole  # else the next pass would not differ
 
 
 def once(layout: Layout, operation: Op) -> Plan:
@@ -75,6 +73,7 @@ class _Propagation:
 
     def __init__(self, graph: Any, whole: set[Any], traffic: traffic_lib.Traffic | None) -> None:
         self._graph, self._whole = graph, whole
+        self.is_void = False  # whether there are more whole lists now, for the next pass
         self._traffic = traffic or traffic_lib.Traffic()
         self._depth = 0  # of nested branches and loops
         self._keeps_parts = False  # whether linear operations do, in the innermost of them
@@ -96,18 +95,29 @@ class _Propagation:
                 continue  # an input
             if passed:
                 operation.pass_by(passed)
-            layout.specs.update(zip(names, self.operation(layout, operation)))
+            layout.specs.update(zip(names, self._operation_or_once(layout, operation)))
             plan = layout.plans[operation.name]
             if plan.passes and not operation.controls and operation.name not in outputs:
                 passed[operation.name] = operation
                 layout.parted.pop()
                 del layout.plans[operation.name]
         layout.order = [operation for operation in layout.order if operation.name not in passed]
-        if not self._depth:
+        if not self._depth and not self.is_void:
             traffic_lib.cut_late(layout)
             traffic_lib.gather_early(layout)
             traffic_lib.add_up_early(layout)
         return layout
+
+    def _operation_or_once(self, layout: Layout, operation: Op) -> Sequence[Spec]:
+        """Like :meth:`operation`; if it needs whole lists, the next pass makes them."""
+        try:
+            return self.operation(layout, operation)
+        except CannotGather as needed:
+            if self._depth:
+                raise
+            self._make_whole(*needed.args)
+            layout.plans[operation.name] = plan = registry.once(operation)
+            return plan.gives
 
     def operation(self, layout: Layout, operation: Op) -> Sequence[Spec]:
         """Puts the plan of an operation into the layout; returns the specs of its outputs."""
@@ -176,10 +186,10 @@ class _Propagation:
         """Whether a tensor is a list without entries, or one whose entries are of this spec."""
         return lists.is_empty(self._origin(tensors[number], through_loops=True), element)
 
-    def make_whole(self, needed: Iterable[tuple[tf.Tensor, Spec]]) -> None:
+    def _make_whole(self, needed: Iterable[tuple[tf.Tensor, Spec]]) -> None:
         """Adds the lists among tensors, and all that they are made of, to the whole ones."""
+        self.is_void = True
         left = [(tensor, spec) for tensor, spec in needed if isinstance(spec, ListOf)]
-        assert any(_key(*each) not in self._whole for each in left), left  # else no pass differs
         while left:
             tensor, spec = left.pop()
             if _key(tensor, spec) not in self._whole:
@@ -354,43 +364,3 @@ def _is_summed_each_iteration(layout: Layout, tensor: tf.Tensor) -> bool:
     plan = layout.plans.get(added.name)
     return plan is not None and plan.once and added.type in scaling.ADDITIVE and any(
         layout.specs[part.name] == SUM for part in added.inputs)
-
-
-def is_local(layout: Layout, outputs: Sequence[Spec], compiled: bool = False) -> bool:
-    """Whether each tower can run the traced operations alone and gets outputs of these specs.
-
-    ``compiled`` says that XLA compiles them; no kernel of XLA fails on zero rows.
-    """
-    return _match(layout.outputs, outputs, compiled) and all(
-        _is_local(layout, operation, compiled) for operation in layout.order
-        if operation.name in layout.plans)
-
-
-def _is_local(layout: Layout, operation: Op, compiled: bool) -> bool:
-    plan, specs = layout.plans[operation.name], layout.inputs_of(operation)
-    if isinstance(plan, Nested):
-        return _match(specs, plan.takes, compiled) and (
-            plan.local or operation.is_call and is_local(
-                plan.layouts[0], plan.gives, compiled))
-    # The tower is given the batch's number of rows, unless XLA compiles it.
-    knows_rows = not compiled and all(has_known_rows(spec) for spec in specs
-                                      if isinstance(spec, (Sharded, Size)))
-    if plan.once:
-        return not operation.has_state and all(isinstance(spec, Replicated) or isinstance(
-            spec, Size) and knows_rows for spec in specs) \
-            and all(isinstance(spec, Replicated) for spec in plan.gives)
-    is_made = plan.make is None or plan.alone is not None and knows_rows
-    return is_made and (compiled or not plan.padded) and _match(specs, plan.takes, compiled)
-
-
-def _match(specs: Sequence[Spec], takes: Sequence[Spec], compiled: bool = False) -> bool:
-    """Whether a tower by itself has inputs of the specs that a plan takes, or makes them.
-
-    Of what is the same for all towers, the first one has all as its part of a sum.
-    """
-    return all(spec == wanted or isinstance(spec, Sharded) and spec.uncounted == wanted
-               or isinstance(spec, Replicated) and (
-        isinstance(wanted, (Replicated, ListOf)) or wanted == SUM and not compiled)
-        or isinstance(spec, ListOf) and isinstance(wanted, ListOf)
-        or isinstance(spec, Position) and isinstance(wanted, Row) and not compiled
-        for spec, wanted in zip(specs, takes))
