@@ -310,7 +310,7 @@ def check_merge_slices(drawn, dense_tower, rows, traced):
             tf.constant(array, dtype, [len(array), width]), tf.constant(indices),
             tf.constant([table, width])) for tower, (array, indices) in enumerate(parts)]
         by_rows = shares_lib.Shares(rows)
-        gradient, = merging.gradients([values], ["CPU:0"], by_rows)
+        gradient, = merging.gradients([values], ["CPU:0"], by_rows, ["sum"])
         total = merging.total(values)
         results = [total, gradient, merging.divided(total, len(values)),
                    merging.mean(values, by_rows)]

@@ -100,19 +100,19 @@ class Step:
 
     def __init__(self, optimizer: Any, rules: Mapping[Any, Rule], learning_rate: Any) -> None:
         self._optimizer, self._learning_rate = optimizer, learning_rate
-        self._rule = rules.get(getattr(optimizer.update_step, "__func__", None))
+        self.rule = rules.get(getattr(optimizer.update_step, "__func__", None))
         self._kernels: dict[str, Kernel | None] = {}
 
     def update(self, variable: Any, gradient: Any, index: int) -> bool:
         """Updates the optimizer's variable ``index`` if a kernel can do it; returns if it did."""
         variable = held_variable(variable)
-        if self._rule is None or not _are_supported(variable, gradient):
+        if self.rule is None or not _are_supported(variable, gradient):
             return False
         home = homes_lib.home_of(variable)
         with tf.device(home):
             if home not in self._kernels:
                 cpu = variable.distribute_strategy.extended.cpu
-                self._kernels[home] = self._rule(self._optimizer, self._learning_rate, cpu)
+                self._kernels[home] = self.rule(self._optimizer, self._learning_rate, cpu)
             kernel, is_sparse = self._kernels[home], isinstance(gradient, tf.IndexedSlices)
             apply = kernel and (kernel.sparse if is_sparse else kernel.apply)
             if kernel is None or apply is None:

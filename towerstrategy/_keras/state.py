@@ -49,10 +49,11 @@ def optimizer_variables(optimizer: Any) -> list[Any]:
     """The TensorFlow variables of an optimizer."""
     try:
         variables = optimizer.variables  # a method in tf_keras' legacy optimizers
-        return list(map(rules.held_variable, variables() if callable(variables) and not isinstance(
-            variables, list) else variables))
+        if callable(variables) and not isinstance(variables, list):
+            variables = variables()
     except Exception:  # a user's property may fail
         return []
+    return list(map(rules.held_variable, variables))
 
 
 def saved_variables(model: Any, names: Any) -> list[Any]:

@@ -37,7 +37,7 @@ ROUNDS = 20  # limit of a loop's fixpoint: a loop variable changes its spec a fe
 
 
 class CannotGather(Exception):
-    """Of tensors, with their specs, lists are needed whole, but each tower has lists of its own."""
+    """Lists are needed whole, but each tower has its own; the argument: (tensor, spec) pairs."""
 
 
 def propagate(graph: Any, inputs: Sequence[Spec],
@@ -59,7 +59,8 @@ def propagate(graph: Any, inputs: Sequence[Spec],
         layout = propagation.layout(graph, inputs)
         if not propagation.is_void:
             return layout
-        assert len(whole) > known, whole  # else the next pass would not differ
+        if len(whole) == known:
+            whole.add(ListOf)  # all of them, as the next pass would not differ
 
 
 def once(layout: Layout, operation: Op) -> Plan:
@@ -165,7 +166,9 @@ class _Propagation:
 
     def _can_redistribute(self, operation: Op, specs: Sequence[Spec], plan: Plan) -> bool:
         """Whether each input can be redistributed to the spec that the plan takes."""
-        if self._whole and not self._whole.isdisjoint(map(_key, operation.outputs, plan.gives)):
+        if self._whole and any(_key(tensor, spec) in self._whole or (
+                isinstance(spec, ListOf) and ListOf in self._whole)
+                for tensor, spec in zip(operation.outputs, plan.gives)):
             return False
         return plan.takes == specs or all(
             map(self._can_become, operation.inputs, specs, plan.takes))

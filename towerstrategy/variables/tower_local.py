@@ -62,6 +62,7 @@ class TowerLocalVariable(_tf.SyncOnReadVariable):
     def __deepcopy__(self, memo: dict[int, Any]) -> TowerLocalVariable:
         copied = super().__deepcopy__(memo)
         copied._extreme, copied._towers_wrote = self._extreme, self._towers_wrote
+        copied._has_parts |= self._towers_wrote
         if self._shared_part is not None:
             copied._shared_part.assign(self._shared_part)
         return copied

@@ -127,7 +127,8 @@ class LeavesEarlyTest(parameterized.TestCase):
             found = tape.gradient(x, variables)
             shares = shares_lib.Shares(tf.unstack(rows), workers=machines)
             return merging.gradients([[value] for value in found],
-                                     ["/device:CPU:0"] * len(found), shares)
+                                     ["/device:CPU:0"] * len(found), shares,
+                                     ["sum"] * len(found))
 
         with mock.patch.object(collectives, "LARGE", 2 * 4 * width * (width + 1)):
             graph = step.get_concrete_function(

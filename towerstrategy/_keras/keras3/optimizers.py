@@ -53,5 +53,6 @@ def distributed_update_step(original: Callable[..., Any], self: Any, distributio
         tf_optimizer.TFOptimizer, name) for name in ("assign", "assign_add", "assign_sub"))
     step = one_pass.Step(self, _KERNELS if is_keras_own else {}, learning_rate)
     remaining = [(gradient, target) for gradient, target in grads_and_vars
-                 if not step.update(target, gradient, self._get_variable_index(target))]
+                 if step.rule is None or not step.update(
+                     target, gradient, self._get_variable_index(target))]
     return original(self, distribution, remaining, learning_rate)
