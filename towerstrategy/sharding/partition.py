@@ -115,8 +115,8 @@ class Partition:
         if gated and len(self._checks) > 1:
             self._checks[:] = [self.towers.builder.gate(self._checks, self.towers.host)]
         checks = self._checks if gated else []
-        return list(dict.fromkeys((*outside, *checks, *(
-            node for before in operation.controls for node in self._nodes.get(before, ())))))
+        return list(dict.fromkeys([*outside, *checks, *[
+            node for before in operation.controls for node in self._nodes.get(before, ())]]))
 
     def _controls_on(self, controls: Iterable[str], tower: int) -> list[str]:
         """The nodes among ``controls`` that do not belong to another tower."""
@@ -162,8 +162,8 @@ class Partition:
 
     def _made(self, operation: Op, controls: Sequence[str], outputs: list[Ref]) -> list[Ref]:
         """``outputs``, which a plan has made; notes the nodes that others wait for."""
-        self._note_nodes(operation, [*controls, *(
-            ref.node for ref in outputs if ref.node in self.towers.builder.nodes)])
+        self._note_nodes(operation, [*controls, *[
+            ref.node for ref in outputs if ref.node in self.towers.builder.nodes]])
         return outputs
 
     def _copy(self, operation: Op, inputs: Sequence[Ref], device: str, tower: int | None,

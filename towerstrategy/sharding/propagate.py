@@ -96,8 +96,14 @@ class _Propagation:
                 continue  # an input
             if passed:
                 operation.pass_by(passed)
-            layout.specs.update(zip(names, self._operation_or_once(layout, operation)))
-            plan = layout.plans[operation.name]
+            try:
+                plan = self.operation(layout, operation)
+            except CannotGather as needed:  # the next pass makes these lists whole
+                if self._depth:
+                    raise
+                self._make_whole(*needed.args)
+                layout.plans[operation.name] = plan = registry.once(operation)
+            layout.specs.update(zip(names, plan.gives))
             if plan.passes and not operation.controls and operation.name not in outputs:
                 passed[operation.name] = operation
                 layout.parted.pop()
@@ -109,25 +115,14 @@ class _Propagation:
             traffic_lib.add_up_early(layout)
         return layout
 
-    def _operation_or_once(self, layout: Layout, operation: Op) -> Sequence[Spec]:
-        """Like :meth:`operation`; if it needs whole lists, the next pass makes them."""
-        try:
-            return self.operation(layout, operation)
-        except CannotGather as needed:
-            if self._depth:
-                raise
-            self._make_whole(*needed.args)
-            layout.plans[operation.name] = plan = registry.once(operation)
-            return plan.gives
-
-    def operation(self, layout: Layout, operation: Op) -> Sequence[Spec]:
-        """Puts the plan of an operation into the layout; returns the specs of its outputs."""
+    def operation(self, layout: Layout, operation: Op) -> Plan:
+        """Puts the plan of an operation into the layout; returns it."""
         specs = layout.inputs_of(operation)
         nests = operation.has_effect and (operation.is_call or operation.type in BRANCHES) \
             and not _tf.is_compiled(operation.operation)  # each write runs where its variable lives
         if specs.count(REPLICATED) == len(specs) and not nests:
             layout.plans[operation.name] = plan = registry.once(operation)
-            return plan.gives
+            return plan
         layout.parted.append(operation)
         found = self._plan(operation, specs, nests)
         if found is not None and self._can_redistribute(operation, specs, found):
@@ -147,7 +142,7 @@ class _Propagation:
         layout.plans[operation.name] = plan
         if operation.outputs and layout.graph is self._graph:  # other callers share a body's shapes
             registry.set_static_shape(operation.outputs[0], plan)
-        return plan.gives
+        return plan
 
     def _plan(self, operation: Op, specs: Sequence[Spec], nests: bool) -> Plan | None:
         """The plan of an operation with such inputs; None if it runs once, with all rows."""
