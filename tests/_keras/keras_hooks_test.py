@@ -124,6 +124,17 @@ class HooksTest(parameterized.TestCase):
                     ValueError, "model 'model' is compiled in .*runs on 'jax'.*KERAS_BACKEND"):
             hook.replacement(compiled, model, "sgd")
 
+    def test_all_is_built_before_the_trace(self):
+        """Else a name that Keras moved is an error that we suppress, and first steps take twice."""
+        strategy = towerstrategy.TowerStrategy(2)
+        with strategy.scope():
+            model = keras.Sequential([keras.layers.Dense(1)])
+            model.compile("sgd", "mse", metrics=["mae"])
+        rows = tf.zeros([4, 2])
+        model._maybe_symbolic_build(data_batch=(rows, rows[:, :1]))
+        for part in (model, model._compile_loss, model._compile_metrics, model.optimizer):
+            self.assertTrue(part.built, part)
+
     @parameterized.parameters((keras, keras3_names), (tf_keras, tf_keras_names))
     def test_attributes_are_called_as_names_say(self, kit, names):
         """Else what a release renames a model shares with its twin, and nothing says so."""
