@@ -233,7 +233,10 @@ class WorkersDataset(datasets_lib.TowerDataset):
             *map(sub_batches.with_any_rows, parts))
 
     def _endless(self, split: tf.data.Dataset) -> tf.data.Dataset:
-        """The elements of ``dataset``."""
+        """Elements as tuples: whether there is one, its towers' row counts, its tensors.
+
+        After the last one come tuples without rows, forever: the other machines may have more.
+        """
         spec = self._agreement.packed
         no_rows = tf.zeros([self._towers], tf.int64)
 
