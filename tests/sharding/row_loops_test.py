@@ -316,14 +316,77 @@ def subtracted(h, w, x):
     return left
 
 
+def continued(h, w, x):
+    added = tf.constant(0., h.dtype)
+    for i in tf.range(tf.shape(x)[0]):
+        if x[i, 0] < 0:
+            continue
+        added += tf.reduce_sum(h[i] ** 2)
+    return added
+
+
+def in_branches(h, w, x):
+    """Branches that need other things for their gradients, and one that changes nothing."""
+    added, count = tf.constant(0., h.dtype), tf.constant(0., h.dtype)
+    results = tf.TensorArray(h.dtype, tf.shape(x)[0], element_shape=[])
+    for i in tf.range(tf.shape(x)[0]):
+        if x[i, 0] > 0:
+            added += tf.reduce_sum(h[i] ** 2 * tf.linalg.matvec(w, h[i]))
+            count += 1.
+        elif h[i, 1] > x[i, 2]:
+            added -= h[i, 1]
+        results = results.write(i, tf.cond(x[i, 1] > 0, lambda i=i: tf.reduce_sum(tf.sin(h[i])),
+                                           lambda i=i: tf.cast(i, h.dtype) * h[i, 0]))
+    return total(results.stack()) + added * count
+
+
+def rows_in_branches(h, w, x):
+    added = tf.constant(0., h.dtype)
+    for row in h:
+        if row[0] > 0:
+            added += tf.reduce_sum(tf.tanh(tf.linalg.matvec(w, row)))
+    return added
+
+
+def constants_of_branches(h, w, x):
+    """What is the same in all rows within a branch differs from row to row behind it."""
+    h = tf.stop_gradient(h)
+    results = tf.TensorArray(h.dtype, tf.shape(x)[0], element_shape=[])
+    for i in tf.range(tf.shape(x)[0]):
+        factor = tf.cond(x[i, 0] > 0, lambda: w[0, 0], lambda: tf.zeros([], w.dtype))
+        results = results.write(i, factor * h[i, 0])
+    return total(results.stack())
+
+
+def pairs(h, w, x):
+    """A loop over all rows for each row."""
+    h, added = tf.stop_gradient(h), tf.constant(0., h.dtype)
+    for i in tf.range(tf.shape(x)[0]):
+        for j in tf.range(tf.shape(x)[0]):
+            added += tf.abs(h[i, 0] - h[j, 0])
+    return added
+
+
+def pairs_in_a_list(h, w, x):
+    """A list of each iteration, of which a loop over all rows sets the entry of one."""
+    h, added = tf.stop_gradient(h), tf.constant(0., h.dtype)
+    for i in tf.range(tf.shape(x)[0]):
+        entries = tf.TensorArray(h.dtype, tf.shape(x)[0], element_shape=[], clear_after_read=False)
+        for j in tf.range(tf.shape(x)[0]):
+            entries = entries.write(i, h[j, 0])
+        added += entries.read(i)
+    return added
+
+
 BY_ROW = [mapped, mapped_with_branches_and_loops, numbered, statistics_of_all, each_row, indexed,
-          written, several_a_row, as_many_times, subtracted]
+          written, several_a_row, as_many_times, subtracted, continued, in_branches,
+          rows_in_branches, constants_of_branches]
 NOT_BY_ROW = [indices_written, scanned, decayed, largest, until, rows_before, other_rows,
-              changed_rows, stepped, some_rows]
+              changed_rows, stepped, some_rows, pairs]
 ALONE = [swapped, swapped_lists, last_list, sizes_of_a_list, pushed_twice, pushed_in_two_loops,
          last_first, popped_last_first, read_last_first, added_last_first,
          sizes_of_what_is_left, last_of_each, read_in_branches, lists_added, texts_joined,
-         rows_of_lengths]
+         rows_of_lengths, pairs_in_a_list]
 
 
 def results(strategy, losses, rows):

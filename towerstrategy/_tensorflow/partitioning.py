@@ -83,6 +83,21 @@ def body_of(graph: tf.Graph, name: str, arguments: Sequence[tf.Tensor] | None = 
     return _graph_of(copy.deepcopy(function.cached_definition), graph, arguments)
 
 
+def source_of(tensor: tf.Tensor) -> tf.Tensor:
+    """The tensor that identities, and branches that all return the same input, made this one of."""
+    source = graphs.uncopied(tensor)
+    first = functions.FIRST_ARGUMENT.get(source.op.type)
+    if first is None:
+        return source
+    found: set[Any] = set()
+    for name in functions.functions_in_attributes(source.op.node_def):
+        branch = body_of(source.graph, name)
+        inner = source_of(branch.outputs[source.value_index])
+        found.add(next((index for index, each in enumerate(branch.inputs) if each is inner), None))
+    index = found.pop()
+    return source if found or index is None else source_of(source.op.inputs[first + index])
+
+
 def _graph_of(definition: Any, graph: tf.Graph, arguments: Sequence[tf.Tensor] | None) -> Any:
     """A graph from a function's definition, which changes; it calls the functions of ``graph``."""
     shapes = None

@@ -11,10 +11,13 @@ from typing import Any
 
 import tensorflow as tf
 
+from towerstrategy.sharding.rules import row_loops, scaling
 from towerstrategy.sharding.spec import (
     REPLICATED,
+    ROW,
     SUM,
     ByBranch,
+    InRow,
     ListOf,
     Partial,
     Replicated,
@@ -35,21 +38,22 @@ def can_become(spec: Spec, wanted: Spec) -> bool:
     if isinstance(wanted, Replicated):
         return not isinstance(spec, Row)
     if isinstance(wanted, Sharded):
-        return spec == wanted.given or can_be_cut(wanted)
+        return spec == wanted.given or not isinstance(spec, Row) and can_be_cut(wanted)
     if isinstance(wanted, Partial):
         return wanted == SUM
     if isinstance(wanted, ListOf):
         return isinstance(spec, Replicated)
-    return isinstance(wanted, Row) and isinstance(spec, (Replicated, Row))
+    return isinstance(wanted, Row) and isinstance(spec, (Replicated, Row)) \
+        or isinstance(spec, Sharded) and wanted == InRow(spec)
 
 
-def branch_output(condition: Any, specs: Sequence[Spec],
+def branch_output(condition: Any, tensors: Sequence[tf.Tensor], specs: Sequence[Spec],
                   empty: Callable[[int, Spec | None], bool]) -> Spec:
     """The spec of an output of branches.
 
     Args:
       condition: identifies the branches' condition.
-      specs: the output's spec in each branch.
+      tensors, specs: the output in each branch, and its spec there.
       empty: whether the output of a branch, by number, is a list without entries, or with entries
         of a spec; then each tower can have a list of its own.
     """
@@ -57,6 +61,12 @@ def branch_output(condition: Any, specs: Sequence[Spec],
              for spec in specs]
     if all(spec == specs[0] for spec in specs):
         return specs[0]
+    in_row = next((spec for spec in specs if isinstance(spec, InRow)), None)
+    if in_row is not None and all(spec == in_row or spec == in_row.shards and scaling.is_zero(
+            tensor) for tensor, spec in zip(tensors, specs)):
+        return in_row
+    if all(map(row_loops.is_one_devices, specs)) and any(isinstance(spec, Row) for spec in specs):
+        return ROW
     lists = [spec for spec in specs if isinstance(spec, ListOf)]
     if any(spec.rows for spec in lists):
         return REPLICATED
@@ -105,6 +115,8 @@ def loop_variable(before: Spec, after: Spec, tensor: tf.Tensor, result: tf.Tenso
                 return after if size in (0, result.shape[after.dim]) else after.uncounted
     if before == SUM and isinstance(after, Replicated):
         return before
+    if row_loops.is_one_devices(before) and row_loops.is_one_devices(after):
+        return ROW
     return REPLICATED
 
 

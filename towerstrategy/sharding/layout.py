@@ -18,7 +18,9 @@ import tensorflow as tf
 from towerstrategy.sharding.rules.registry import Op, Plan
 from towerstrategy.sharding.rules.row_loops import is_kept
 from towerstrategy.sharding.spec import (
+    ROW,
     SUM,
+    InRow,
     ListOf,
     Position,
     Replicated,
@@ -164,7 +166,8 @@ def _match(specs: Sequence[Spec], takes: Sequence[Spec], compiled: bool = False)
     """
     return all(spec == wanted or isinstance(spec, Sharded) and spec.uncounted == wanted
                or isinstance(spec, Replicated) and (
-        isinstance(wanted, (Replicated, ListOf)) or wanted == SUM and not compiled)
+        isinstance(wanted, (Replicated, ListOf)) or wanted in (SUM, ROW) and not compiled)
         or isinstance(spec, ListOf) and isinstance(wanted, ListOf)
         or isinstance(spec, Position) and isinstance(wanted, Row) and not compiled
+        or isinstance(spec, Sharded) and wanted == InRow(spec)
         for spec, wanted in zip(specs, takes))

@@ -24,6 +24,7 @@ from towerstrategy.sharding.rules.registry import Op, Plan
 from towerstrategy.sharding.spec import (
     MEAN,
     REPLICATED,
+    ROW,
     SUM,
     ListOf,
     Partial,
@@ -147,7 +148,9 @@ class _Propagation:
     def _plan(self, operation: Op, specs: Sequence[Spec], nests: bool) -> Plan | None:
         """The plan of an operation with such inputs; None if it runs once, with all rows."""
         if not (row_loops.OF_ROWS.isdisjoint(map(type, specs)) or operation.is_call):
-            return row_loops.plan_of(operation, specs)
+            plan = row_loops.plan_of(operation, specs)
+            if plan is not None or operation.type not in (*BRANCHES, *LOOPS):
+                return plan
         if nests or not all(isinstance(spec, Replicated) for spec in specs):
             if operation.is_call:
                 return self._call(operation, specs)
@@ -223,6 +226,17 @@ class _Propagation:
                 return tensor
             tensor = sources[0]
 
+    def _put(self, tensor: tf.Tensor) -> tuple[tf.Tensor, Any]:
+        """What a tensor is a copy of; if each iteration of a loop put it into a list from whose end
+        each iteration of another one takes one: what it put there, and the body that takes it."""
+        origin = self._origin(tensor, through_loops=False)
+        if origin.op.type == "TensorListPopBack":
+            variable = self._origin(origin.op.inputs[0], through_loops=False)
+            put = lists.put_into(self._origin(variable, through_loops=True))
+            if put is not None and variable.op.type == "Placeholder":
+                return self._origin(put, through_loops=False), origin.graph
+        return origin, None
+
     def _call(self, operation: Op, specs: Sequence[Spec]) -> Plan:
         signature = _tf.called_by_each_tower(operation.operation)
         if signature and isinstance(specs[0], Sharded) and specs[0].dim == 0:
@@ -265,19 +279,22 @@ class _Propagation:
             specs = [REPLICATED if isinstance(spec, Partial) else spec for spec in specs]
         branches = graphs.functions_of(operation.operation)
         self._note_functions(operation, branches, operation.inputs[1:])
-        condition = self._origin(operation.inputs[0], through_loops=False).ref()
-        layouts = [self.layout(graph, [joined.branch_input(condition, number, spec)
-                                       for spec in specs[1:]])
-                   for number, graph in enumerate(branches)]
+        condition, popped_in = self._put(operation.inputs[0])
+        layouts = [self.layout(graph, [
+            joined.branch_input(condition.ref(), number, spec)
+            if popped_in is None or isinstance(spec, ListOf) and self._put(tensor)[1] is popped_in
+            else spec for tensor, spec in zip(operation.inputs[1:], specs[1:])])
+            for number, graph in enumerate(branches)]
         by_output = zip(zip(*(graph.outputs for graph in branches)),
                         zip(*(layout.outputs for layout in layouts)))
-        gives = [joined.branch_output(condition, outputs, functools.partial(
-            self._is_empty, tensors)) for tensors, outputs in by_output]
+        gives = [joined.branch_output(condition.ref(), *output, functools.partial(
+            self._is_empty, output[0])) for output in by_output]
         for graph, layout in zip(branches, layouts):
             if not all(map(joined.can_become, layout.outputs, gives)):
                 raise CannotGather(zip(graph.outputs, layout.outputs))
         local = all(is_local(layout, gives) for layout in layouts)
-        return Nested([REPLICATED, *specs[1:]], gives, layouts=layouts, local=local)
+        tested = ROW if specs[0] == ROW else REPLICATED
+        return Nested([tested, *specs[1:]], gives, layouts=layouts, local=local)
 
     def _loop(self, operation: Op, specs: Sequence[Spec]) -> Nested | None:
         condition, body = graphs.functions_of(operation.operation)
@@ -307,7 +324,8 @@ class _Propagation:
                     self._can_become(*start, wanted) and self._can_become(*now, wanted)):
                 raise CannotGather([start, now])
         tested = self.layout(condition, variables)
-        local = is_local(layout, variables) and is_local(tested, [REPLICATED])
+        local = is_local(layout, variables) and is_local(
+            tested, [ROW if tested.outputs == [ROW] else REPLICATED])
         takes = [dataclasses.replace(after, start=True)
                  if isinstance(before, Replicated) and isinstance(after, Sharded) else after
                  for before, after in zip(specs, variables)]
@@ -317,7 +335,8 @@ class _Propagation:
     def _loop_over_rows(self, operation: Op, specs: Sequence[Spec], starts: Sequence[tf.Tensor],
                         condition: Any, body: Any) -> Nested | None:
         """The plan of a loop whose iterations are the rows, each independent of the others."""
-        if not any(isinstance(spec, (Size, Sharded)) for spec in specs):
+        if not any(isinstance(spec, (Size, Sharded)) for spec in specs) \
+                or not row_loops.OF_ROWS.isdisjoint(map(type, specs)):  # of another loop
             return None
         counters = row_loops.with_counters(body, starts, specs)
         with contextlib.suppress(CannotGather):

@@ -69,21 +69,23 @@ def note_constants(function: Any, arguments: Iterable[tf.Tensor], is_loop: bool)
     for index, (inner, outer) in enumerate(zip(function.inputs, arguments)):
         if outer.dtype.is_integer and not (is_loop and not is_kept(function, index)):
             _tf.note_constant(inner, _tf.constant_value(outer))
-        value = _constant_put_into(outer) if outer.dtype == tf.variant else None
+        entry = put_into(outer) if outer.dtype == tf.variant else None
+        value = None if entry is None else _tf.constant_value(entry)
         for operation in () if value is None else inner.consumers():
             if operation.type == "TensorListPopBack":
                 _tf.note_constant(operation.outputs[1], value)
 
 
-def _constant_put_into(tensor_list: tf.Tensor) -> Any:
-    """The constant that each iteration of a loop puts into a list; None if it is none."""
+def put_into(tensor_list: tf.Tensor) -> tf.Tensor | None:
+    """The tensor that each iteration of a loop puts into a list; None if the list is no such."""
     result = _tf.uncopied(tensor_list)
     loop = result.op
     if loop.type not in ("While", "StatelessWhile"):
         return None
-    result = _tf.body_of(loop.graph, loop.get_attr("body").name).outputs[result.value_index]
-    is_put = result.op.type == "TensorListPushBack"
-    return _tf.constant_value(result.op.inputs[1]) if is_put else None
+    body, index = _tf.body_of(loop.graph, loop.get_attr("body").name), result.value_index
+    put = body.outputs[index].op
+    is_put = put.type == "TensorListPushBack" and _tf.uncopied(put.inputs[0]) is body.inputs[index]
+    return put.inputs[1] if is_put else None
 
 
 def _has_all(held: Spec) -> TypeGuard[ListOf]:
@@ -134,11 +136,20 @@ def _put_of_row(held: ListOf, index: Sequence[Spec], entry: Spec) -> Plan | None
             and (held.ahead == 0 or held.element == ROW)
         entry = one_devices(entry)
     else:
-        fits = held.ahead == 0 and (isinstance(entry, (Index, Size)) or is_one_devices(entry))
+        fits = held.ahead == 0 and _is_of_row(entry)
         entry = REPLICATED if isinstance(entry, Replicated) else entry
     return Plan([held, *index, entry], [dataclasses.replace(
         held, element=ROW if index else entry, ahead=None if held.ahead is None else 1)]
     ) if fits else None
+
+
+def _is_of_row(entry: Spec | None) -> bool:
+    """Whether an entry, or what an optional has, is the same in another loop's iteration."""
+    if isinstance(entry, ByBranch):
+        return all(map(_is_of_row, entry.specs))
+    if isinstance(entry, ListOf):
+        return entry.rows is None and _is_of_row(entry.element)
+    return entry is None or isinstance(entry, (Index, Sharded, Size)) or is_one_devices(entry)
 
 
 @rule("TensorListPopBack", "TensorListGetItem")

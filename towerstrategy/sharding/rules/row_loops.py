@@ -125,7 +125,7 @@ def _plain(spec: Spec) -> Spec:
 
 def is_kept(body: Any, index: int) -> bool:
     """Whether an iteration leaves a loop's variable as it is."""
-    return _tf.uncopied(body.outputs[index]) is body.inputs[index]
+    return _tf.source_of(body.outputs[index]) is body.inputs[index]
 
 
 def _is_zero(tensor: tf.Tensor) -> bool:
@@ -175,6 +175,8 @@ def _add(op: Op, specs: Sequence[Spec]) -> Plan | None:
         step = op.value(1)
         if step is not None and not step.ndim and step == 1:
             return Plan(specs, [dataclasses.replace(first, ahead=1)])
+    if isinstance(first, InRow) and all(spec == first for spec in specs):
+        return Plan(specs, [first])
     total = next(spec for spec in specs if isinstance(spec, Total)) \
         if len(specs) == len(others) + 1 else None
     if total is None or not all(
@@ -221,10 +223,10 @@ def _row_of(op: Op, specs: Sequence[Spec]) -> Plan | None:
 
 def _gradient_of_row(op: Op, specs: Sequence[Spec]) -> Plan | None:
     size, *index, gradient = specs
-    if not isinstance(size, Size) or size.at or gradient != ROW \
+    if not isinstance(size, Size) or size.at or not is_one_devices(gradient) \
             or not _is_slice_of_row(op, index, size.moved(0)):
         return None
-    return Plan(specs, [InRow(size.shards(0))])
+    return Plan([size, *index, one_devices(gradient)], [InRow(size.shards(0))])
 
 
 def _is_slice_of_row(op: Op, index: Sequence[Spec], rows: Size) -> bool:
@@ -238,5 +240,6 @@ def _is_slice_of_row(op: Op, index: Sequence[Spec], rows: Size) -> bool:
 OF_ROWS = {Index, InRow, MoreRows, Position, Row, Total}
 _RULES: dict[str, Rule] = {
     "Add": _add, "AddN": _add, "AddV2": _add, "Less": _less, "LogicalAnd": _and, "Pack": _index,
-    "StridedSlice": _row_of, "StridedSliceGrad": _gradient_of_row, "Sub": _subtract,
+    "OptionalFromValue": plan_by_table, "StridedSlice": _row_of,
+    "StridedSliceGrad": _gradient_of_row, "Sub": _subtract,
 }
