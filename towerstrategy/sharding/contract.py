@@ -272,9 +272,8 @@ def _branch_output(condition: Any, taken: State, output: tf.Tensor,
     powers = {state.power for _, state in outputs if not isinstance(state.spec, Replicated)}
     if unknown is None and all(state == SAME for _, state in outputs):
         return SAME
-    tensors = [tensor for tensor, _ in outputs]
-    spec = joined.branch_output(condition, tensors, specs, lambda number, element: lists.is_empty(
-        tensors[number], element)) if specs else REPLICATED
+    spec = joined.branch_output(condition, [tensor for tensor, _ in outputs], specs,
+                                lists.is_empty) if specs else REPLICATED
     unlike = spec == SUM and specs.count(SUM) < len(specs)  # the other is the same on all towers
     if unknown is None and not (len(powers) > 1 or unlike or isinstance(spec, Replicated)):
         return State(spec, powers.pop())

@@ -48,14 +48,14 @@ def can_become(spec: Spec, wanted: Spec) -> bool:
 
 
 def branch_output(condition: Any, tensors: Sequence[tf.Tensor], specs: Sequence[Spec],
-                  empty: Callable[[int, Spec | None], bool]) -> Spec:
+                  empty: Callable[[tf.Tensor, Spec | None], bool]) -> Spec:
     """The spec of an output of branches.
 
     Args:
       condition: identifies the branches' condition.
       tensors, specs: the output in each branch, and its spec there.
-      empty: whether the output of a branch, by number, is a list without entries, or with entries
-        of a spec; then each tower can have a list of its own.
+      empty: whether a tensor is a list without entries, or with entries of a spec; then each tower
+        can have a list of its own.
     """
     specs = [dataclasses.replace(spec, zeros=False) if isinstance(spec, ListOf) else spec
              for spec in specs]
@@ -72,8 +72,8 @@ def branch_output(condition: Any, tensors: Sequence[tf.Tensor], specs: Sequence[
         return REPLICATED
     if lists:
         element = next((each.element for each in lists if each.element is not None), None)
-        kept = tuple(spec.element if isinstance(spec, ListOf) else None if empty(number, element)
-                     else REPLICATED for number, spec in enumerate(specs))
+        kept = tuple(spec.element if isinstance(spec, ListOf) else None if empty(tensor, element)
+                     else REPLICATED for tensor, spec in zip(tensors, specs))
         return ListOf(element if {*kept} <= {element, None} else ByBranch(condition, kept))
     is_sum = SUM in specs and all(isinstance(spec, Replicated) or spec == SUM for spec in specs)
     return SUM if is_sum else REPLICATED

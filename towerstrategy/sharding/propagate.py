@@ -181,11 +181,11 @@ class _Propagation:
             spec = REPLICATED
         return joined.can_become(spec, wanted) and (
             is_own or not isinstance(wanted, ListOf)
-            or self._is_empty([tensor], 0, wanted.element))
+            or self._is_empty(tensor, wanted.element))
 
-    def _is_empty(self, tensors: Sequence[tf.Tensor], number: int, element: Spec | None) -> bool:
+    def _is_empty(self, tensor: tf.Tensor, element: Spec | None) -> bool:
         """Whether a tensor is a list without entries, or one whose entries are of this spec."""
-        return lists.is_empty(self._origin(tensors[number], through_loops=True), element)
+        return lists.is_empty(self._origin(tensor, through_loops=True), element)
 
     def _make_whole(self, needed: Iterable[tuple[tf.Tensor, Spec]]) -> None:
         """Adds the lists among tensors, and all that they are made of, to the whole ones."""
@@ -280,15 +280,15 @@ class _Propagation:
         branches = graphs.functions_of(operation.operation)
         self._note_functions(operation, branches, operation.inputs[1:])
         condition, popped_in = self._put(operation.inputs[0])
+        kept_with = [popped_in is None or self._put(tensor)[1] is popped_in
+                     for tensor in operation.inputs[1:]]  # beside the condition
         layouts = [self.layout(graph, [
-            joined.branch_input(condition.ref(), number, spec)
-            if popped_in is None or isinstance(spec, ListOf) and self._put(tensor)[1] is popped_in
-            else spec for tensor, spec in zip(operation.inputs[1:], specs[1:])])
-            for number, graph in enumerate(branches)]
+            joined.branch_input(condition.ref(), number, spec) if kept else spec
+            for kept, spec in zip(kept_with, specs[1:])]) for number, graph in enumerate(branches)]
         by_output = zip(zip(*(graph.outputs for graph in branches)),
                         zip(*(layout.outputs for layout in layouts)))
-        gives = [joined.branch_output(condition.ref(), *output, functools.partial(
-            self._is_empty, output[0])) for output in by_output]
+        gives = [joined.branch_output(condition.ref(), *output, self._is_empty)
+                 for output in by_output]
         for graph, layout in zip(branches, layouts):
             if not all(map(joined.can_become, layout.outputs, gives)):
                 raise CannotGather(zip(graph.outputs, layout.outputs))
