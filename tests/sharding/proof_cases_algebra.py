@@ -48,6 +48,8 @@ def _diagonals() -> None:
         for limits in ((1, 0), (-1, 2), (0, -1)):
             case("MatrixBandPart", real(*shape), *limits)
     case("MatrixDiagPartV3", real(6, 6), 1, np.asarray(0.0))
+    case("MatrixSetDiagV3", real(12, 0), real(0), 0)
+    case("MatrixSetDiagV3", real(0, 12), real(0), 0)
 
 
 def _matrices() -> None:

@@ -49,10 +49,11 @@ def set_diag(op: Op, specs: Sequence[Spec]) -> Plan | None:
     def make(m: Any) -> Any:
         diagonal = m.parts(1)
         if not given:
-            last = m.make("Sub", [m.make("Size", [diagonal], EACH, out_type=tf.int64),
-                                  m.constant(1, tf.int64, EACH)], EACH)
-            at = m.make("Minimum", [m.positions(0), last], EACH)
-            diagonal = m.make("GatherV2", [diagonal, at, m.constant(0, tf.int32, EACH)], EACH)
+            size = m.make("Size", [diagonal], EACH, out_type=tf.int64)
+            zero, axis = m.constant([0], op.inputs[1].dtype, EACH), m.constant(0, tf.int32, EACH)
+            padded = m.make("ConcatV2", [diagonal, zero, axis], EACH)
+            at = m.make("Minimum", [m.positions(0), size], EACH)
+            diagonal = m.make("GatherV2", [padded, at, axis], EACH)
         return [m.make("SelectV2", [m.make("Equal", _positions(m, spec), EACH),
                                     _along(m, diagonal, spec.dim), m.parts(0)], EACH)]
 
