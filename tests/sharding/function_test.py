@@ -627,6 +627,27 @@ class RefusedTest(parameterized.TestCase):
             tape.gradient(found, weight)
         self.assertAlmostEqual(float(gradient_of(strategy.split(X))), float(found) / 2, places=4)
 
+    @parameterized.parameters([[2, 0, 3, 1]], [[3, 1]], [[0, 0, 0]])
+    def test_ragged_components_that_are_made_dense(self, lengths):
+        """Else a model of ragged inputs trains on one device, from its first layer on."""
+        strategy, weight = strategy_of(3), tf.Variable([[1.0, 2], [3, 4]])
+        rows = tf.RaggedTensor.from_row_lengths(
+            np.arange(2 * sum(lengths), dtype="f4").reshape(-1, 2), lengths)
+
+        def step(x):
+            with tf.GradientTape() as tape:
+                y = tf.reduce_sum(tf.tanh(x.to_tensor() / 9) @ weight, 1)
+                loss = tf.reduce_mean(y * tf.cast(x.row_lengths(), tf.float32)[:, None])
+            return y, loss, tape.gradient(loss, weight)
+
+        sharded = strategy.function(step)
+        for one, other in zip(step(rows), sharded(strategy.split(rows))):
+            np.testing.assert_allclose(other, one, rtol=1e-5)
+        library = sharded.get_concrete_function(strategy.split(rows)).graph.as_graph_def().library
+        products = [node.device for function in library.function for node in function.node_def
+                    if node.op == "BatchMatMulV2"]
+        self.assertLen({*products}, 3)
+
     def test_sub_batches_that_are_no_arguments(self):
         """Else the first tower's rows are taken for all."""
         strategy = strategy_of(3)

@@ -202,7 +202,11 @@ class _Inputs:
             known[kind] = "a component of the batch", 0, ""
             _log.info("Operations on a %s of the batch run once, with the rows of all towers.",
                       kind)
-        return whole(self._strategy, leaf)
+        rows = whole(self._strategy, leaf)
+        if self._strategy.extended.workers is None and isinstance(rows, tf.RaggedTensor) \
+                and rows.uniform_row_length is None:
+            return _Ragged(parts, rows, getattr(leaf, "batch", 0))
+        return rows
 
     def check_rows(self) -> None:
         """Raises if components of the batch have different numbers of rows on a tower."""
@@ -270,6 +274,24 @@ class _Component:
             tf.TensorShape([size]).concatenate(shape[1:]) for size in (None, total))
 
 
+class _Ragged(_Component):
+    """A ragged component: the towers' parts are its rows' lengths, the values are all towers'.
+
+    In the traced function it knows that it has the batch's rows: what is made dense is sharded.
+    """
+
+    def __init__(self, parts: Sequence[tf.RaggedTensor], rows: tf.RaggedTensor,
+                 batch: int) -> None:
+        super().__init__([part.row_lengths() for part in parts], None, None, batch)
+        self._values, self._numbers = rows.values, rows.value_rowids()
+
+    def filled(self, lengths: tf.Tensor) -> tf.RaggedTensor:
+        """The component in the traced function, where ``lengths`` are all rows' lengths."""
+        rows = tf.shape(lengths, self._numbers.dtype)[0]
+        return tf.RaggedTensor.from_value_rowids(
+            self._values, self._numbers, rows, validate=False)
+
+
 def towers_of(strategy: Any, graph: tf.Graph,
               counts: Callable[[int | None, tf.DType, str], Ref | None]) -> Towers:
     """The strategy's towers, for nodes of ``graph``; ``counts`` as for :class:`Towers`."""
@@ -292,9 +314,13 @@ def _full(device: str) -> str:
 def _filled(structure: Any, tensors: Iterable[tf.Tensor], **options: Any) -> Any:
     """``structure`` with these tensors in place of those in it, in their order."""
     left = iter(tensors)
-    return tf.nest.map_structure(
-        lambda leaf: next(left) if isinstance(leaf, (tf.Tensor, _Component)) else leaf,
-        structure, **options)
+
+    def filled(leaf: Any) -> Any:
+        if isinstance(leaf, _Ragged):
+            return leaf.filled(next(left))
+        return next(left) if isinstance(leaf, (tf.Tensor, _Component)) else leaf
+
+    return tf.nest.map_structure(filled, structure, **options)
 
 
 def _traced(strategy: Any, fn: Callable[..., Any], inputs: _Inputs) -> Any:
