@@ -627,23 +627,25 @@ class RefusedTest(parameterized.TestCase):
             tape.gradient(found, weight)
         self.assertAlmostEqual(float(gradient_of(strategy.split(X))), float(found) / 2, places=4)
 
-    @parameterized.parameters([[2, 0, 3, 1]], [[3, 1]], [[0, 0, 0]])
-    def test_ragged_components_that_are_made_dense(self, lengths):
-        """Else a model of ragged inputs trains on one device, from its first layer on."""
+    @parameterized.product(lengths=[[2, 0, 3, 1], [3, 1], [0, 0, 0]], sparse=[False, True])
+    def test_components_that_are_made_dense(self, lengths, sparse):
+        """Else a model of ragged or sparse inputs trains on one device, from its first layer on."""
         strategy, weight = strategy_of(3), tf.Variable([[1.0, 2], [3, 4]])
         rows = tf.RaggedTensor.from_row_lengths(
             np.arange(2 * sum(lengths), dtype="f4").reshape(-1, 2), lengths)
+        batch = tf.sparse.from_dense(rows.to_tensor(shape=[None, 3, 2])) if sparse else rows
 
         def step(x):
             with tf.GradientTape() as tape:
-                y = tf.reduce_sum(tf.tanh(x.to_tensor() / 9) @ weight, 1)
-                loss = tf.reduce_mean(y * tf.cast(x.row_lengths(), tf.float32)[:, None])
+                dense = tf.sparse.to_dense(x) if sparse else x.to_tensor()
+                y = tf.reduce_sum(tf.tanh(dense / 9) @ weight, 1)
+                loss = tf.reduce_mean(y)
             return y, loss, tape.gradient(loss, weight)
 
         sharded = strategy.function(step)
-        for one, other in zip(step(rows), sharded(strategy.split(rows))):
+        for one, other in zip(step(batch), sharded(strategy.split(batch))):
             np.testing.assert_allclose(other, one, rtol=1e-5)
-        library = sharded.get_concrete_function(strategy.split(rows)).graph.as_graph_def().library
+        library = sharded.get_concrete_function(strategy.split(batch)).graph.as_graph_def().library
         products = [node.device for function in library.function for node in function.node_def
                     if node.op == "BatchMatMulV2"]
         self.assertLen({*products}, 3)

@@ -18,6 +18,7 @@ from typing import Any
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf, contexts
+from towerstrategy.batch import rows as rows_lib
 from towerstrategy.merge import merging
 from towerstrategy.placement import scopes as scopes_lib
 from towerstrategy.sharding import packing, propagate, traffic
@@ -203,10 +204,10 @@ class _Inputs:
             _log.info("Operations on a %s of the batch run once, with the rows of all towers.",
                       kind)
         rows = whole(self._strategy, leaf)
-        if self._strategy.extended.workers is None and isinstance(rows, tf.RaggedTensor) \
-                and rows.uniform_row_length is None:
-            return _Ragged(parts, rows, getattr(leaf, "batch", 0))
-        return rows
+        counts = isinstance(rows, tf.SparseTensor) and rows.shape.rank \
+            or isinstance(rows, tf.RaggedTensor) and rows.uniform_row_length is None
+        return _Whole(parts, rows, getattr(leaf, "batch", 0)) \
+            if counts and self._strategy.extended.workers is None else rows
 
     def check_rows(self) -> None:
         """Raises if components of the batch have different numbers of rows on a tower."""
@@ -274,22 +275,27 @@ class _Component:
             tf.TensorShape([size]).concatenate(shape[1:]) for size in (None, total))
 
 
-class _Ragged(_Component):
-    """A ragged component: the towers' parts are its rows' lengths, the values are all towers'.
+class _Whole(_Component):
+    """A sparse or ragged component: its values are all towers', the parts only count their rows.
 
-    In the traced function it knows that it has the batch's rows: what is made dense is sharded.
+    In the traced function its first dimension is the batch's: what is made dense is sharded.
     """
 
-    def __init__(self, parts: Sequence[tf.RaggedTensor], rows: tf.RaggedTensor,
+    def __init__(self, parts: Sequence[Any], rows: tf.RaggedTensor | tf.SparseTensor,
                  batch: int) -> None:
-        super().__init__([part.row_lengths() for part in parts], None, None, batch)
-        self._values, self._numbers = rows.values, rows.value_rowids()
+        super().__init__([tf.zeros([rows_lib.rows_in(part)]) for part in parts], None, None, batch)
+        self._rows = rows
 
-    def filled(self, lengths: tf.Tensor) -> tf.RaggedTensor:
-        """The component in the traced function, where ``lengths`` are all rows' lengths."""
-        rows = tf.shape(lengths, self._numbers.dtype)[0]
-        return tf.RaggedTensor.from_value_rowids(
-            self._values, self._numbers, rows, validate=False)
+    def filled(self, counted: tf.Tensor) -> tf.RaggedTensor | tf.SparseTensor:
+        """The component in the traced function; ``counted`` has an entry for each row."""
+        rows, count = self._rows, tf.shape(counted, tf.int64)[0]
+        if isinstance(rows, tf.RaggedTensor):
+            numbers = rows.value_rowids()
+            return tf.RaggedTensor.from_value_rowids(
+                rows.values, numbers, tf.cast(count, numbers.dtype), validate=False)
+        shape = [size if size is not None else rows.dense_shape[dim]
+                 for dim, size in enumerate(rows.shape)]
+        return tf.SparseTensor(rows.indices, rows.values, tf.stack([count, *shape[1:]]))
 
 
 def towers_of(strategy: Any, graph: tf.Graph,
@@ -316,7 +322,7 @@ def _filled(structure: Any, tensors: Iterable[tf.Tensor], **options: Any) -> Any
     left = iter(tensors)
 
     def filled(leaf: Any) -> Any:
-        if isinstance(leaf, _Ragged):
+        if isinstance(leaf, _Whole):
             return leaf.filled(next(left))
         return next(left) if isinstance(leaf, (tf.Tensor, _Component)) else leaf
 

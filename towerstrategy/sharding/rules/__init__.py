@@ -5,6 +5,7 @@ Goes in: nothing.  Comes out: :mod:`registry`, filled: each file registers its r
 
 from towerstrategy.sharding.rules import (
     blocks as blocks,
+    cut as cut,
     diagonals as diagonals,
     draws as draws,
     elementwise as elementwise,
@@ -17,5 +18,4 @@ from towerstrategy.sharding.rules import (
     reductions as reductions,
     shapes as shapes,
     views as views,
-    words as words,
 )
