@@ -50,7 +50,7 @@ class GroupTest(parameterized.TestCase):
         """Else a missing tower's empty batch has another structure than the others'."""
         batch = {name: part for name, part in kinds(2).items() if part is not None}
         dataset = tf.data.Dataset.from_tensors(batch).repeat(3)
-        _, last = datasets_lib.group_dataset(dataset, 2)
+        _, last = datasets_lib.group_datasets([dataset], 2)
         for name, component in last.items():
             counts = [int(count) for count in sub_batches.row_counts(component)]
             self.assertEqual(counts, [2, 0], name)

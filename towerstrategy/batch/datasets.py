@@ -101,45 +101,31 @@ def _known_rows(dataset: tf.data.Dataset) -> list[int | None] | None:
     return None if None in rows else [count for each in rows for count in each or ()]
 
 
-def group_dataset(dataset: tf.data.Dataset, towers: int, ready: int = READY) -> TowerDataset:
-    """Groups a dataset of per-tower batches: R consecutive elements make one step, one per tower.
+def group_datasets(datasets: Sequence[tf.data.Dataset], towers: int,
+                   ready: int = READY) -> TowerDataset:
+    """Groups per-tower batches: of a dataset for each tower, or R consecutive ones of a single one.
 
-    In an incomplete last group, towers without an element get batches with no rows.  If components
-    are scalars, elements are no batches; then it is dropped, as in ``MirroredStrategy``.
-    """
-    _check_dataset(dataset)
-
-    def mapped(fn: Callable[..., Nest]) -> TowerDataset:
-        return group_dataset(dataset.map(fn), towers, ready)
-
-    if towers == 1:
-        return TowerDataset(dataset, mapped)
-    steps = _optionals(dataset, towers - 1).batch(towers, drop_remainder=True)
-    spec = dataset.element_spec
-    return TowerDataset(
-        steps.map(_in_scope(lambda step: _joined(step, spec))).prefetch(ready), mapped)
-
-
-def zip_datasets(datasets: Sequence[tf.data.Dataset], ready: int = READY) -> TowerDataset:
-    """Zips the towers' datasets of per-tower batches.
-
-    A tower whose dataset has ended gets batches with no rows until all have ended.  If elements are
-    single values and not batches, the shortest dataset ends all.
+    Towers without an element, because their dataset has ended or the last group is incomplete, get
+    batches with no rows.  If components are scalars, elements are no batches; then the shortest
+    dataset ends all, and an incomplete last group is dropped, as in ``MirroredStrategy``.
     """
     for dataset in datasets:
-        _check_dataset(dataset)
-
-    def mapped(fn: Callable[..., Nest]) -> TowerDataset:
-        return zip_datasets([dataset.map(fn) for dataset in datasets], ready)
-
-    if len(datasets) == 1:
-        return TowerDataset(datasets[0], mapped)
-    spec = _common_spec([dataset.element_spec for dataset in datasets])
-    steps = tf.data.Dataset.zip(tuple(map(_optionals, datasets)))
-    if _is_batched(spec):
-        steps = steps.take_while(lambda *step: tf.reduce_any(_have_value(step)))
-    return TowerDataset(
-        steps.map(_in_scope(lambda *step: _joined(tf.stack(step), spec))).prefetch(ready), mapped)
+        if not isinstance(dataset, tf.data.Dataset):
+            raise TypeError("dataset_fn must return a tf.data.Dataset, but got "
+                            f"{refused.shown(dataset)} of type {type(dataset).__name__}.")
+    steps, single = datasets[0], len(datasets) == 1
+    if towers > 1:
+        spec = _common_spec([dataset.element_spec for dataset in datasets])
+        if single:
+            steps = _optionals(datasets[0], towers - 1).batch(towers, drop_remainder=True)
+        else:
+            steps = tf.data.Dataset.zip(tuple(map(_optionals, datasets)))
+            if _is_batched(spec):
+                steps = steps.take_while(lambda *step: tf.reduce_any(_have_value(step)))
+        steps = steps.map(_in_scope(lambda *step: _joined(
+            step[0] if single else tf.stack(step), spec))).prefetch(ready)
+    return TowerDataset(steps, lambda fn: group_datasets(
+        [dataset.map(fn) for dataset in datasets], towers, ready))
 
 
 def _optionals(dataset: tf.data.Dataset, padding: int | None = None) -> tf.data.Dataset:
@@ -319,12 +305,6 @@ def check_batched(dataset: Any, batches: Sequence[int] | None = None) -> None:
              if leaf.shape and leaf.shape[0] is not None},
             " If these are single examples, the dataset is not batched: call "
             "dataset.batch(global_batch_size) first.")
-
-
-def _check_dataset(dataset: Any) -> None:
-    if not isinstance(dataset, tf.data.Dataset):
-        raise TypeError("dataset_fn must return a tf.data.Dataset, but got "
-                        f"{refused.shown(dataset)} of type {type(dataset).__name__}.")
 
 
 def _common_spec(specs: Sequence[Nest]) -> Nest:

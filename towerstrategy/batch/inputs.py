@@ -133,8 +133,7 @@ class Inputs:
             device = extended.worker_devices[pipeline] if placed else None
             with contextlib.nullcontext() if device is None else tf.device(device):
                 datasets.append(dataset_fn(context))
-        grouped = (datasets_lib.zip_datasets(datasets, ready=ready) if per_replica
-                   else datasets_lib.group_dataset(datasets[0], self._towers, ready=ready))
+        grouped = datasets_lib.group_datasets(datasets, self._towers, ready)
         if self._workers is not None:
             grouped = self._workers.shard_grouped(grouped, ready)
         grouped.fetch = fetch
