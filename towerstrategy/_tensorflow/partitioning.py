@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,11 +25,13 @@ from towerstrategy._tensorflow import functions, graphs
 
 op_def = op_def_registry.get
 _numbers = itertools.count()  # makes function names unique in this process
+# By graph and a tensor's name, what is known of the tensor's value.
+_known: weakref.WeakKeyDictionary[tf.Graph, dict[str, Any]] = weakref.WeakKeyDictionary()
 
 
 def constant_value(tensor: tf.Tensor) -> Any:
     """The value of a symbolic tensor that depends only on constants; else None."""
-    known = _known(tensor)
+    known = _known.setdefault(tensor.graph, {})
     if tensor.name not in known:
         known[tensor.name] = _constant_value(tensor)
     return known[tensor.name]
@@ -36,16 +39,7 @@ def constant_value(tensor: tf.Tensor) -> Any:
 
 def note_constant(tensor: tf.Tensor, value: Any) -> None:
     """Notes the value of a symbolic tensor, which :func:`constant_value` then returns."""
-    _known(tensor)[tensor.name] = value
-
-
-def _known(tensor: tf.Tensor) -> dict[str, Any]:
-    """What is known of the values of the tensors in a tensor's graph."""
-    graph: Any = tensor.graph
-    if not hasattr(graph, "_known_to_towers"):
-        graph._known_to_towers = {}
-    known: dict[str, Any] = graph._known_to_towers
-    return known
+    _known.setdefault(tensor.graph, {})[tensor.name] = value
 
 
 def _constant_value(tensor: tf.Tensor) -> Any:
