@@ -1,12 +1,13 @@
 """Adopting a model, built in any scope or none, into a strategy; the same for both Kerases.
 
-Goes in: a strategy, a model, and the names of the model's Keras (``keras3.names`` or
-``tf_keras.names``).  Comes out: the same model, or a twin of it, whose variables, optimizers and
-metrics are the strategy's; or an error before anything has changed.
+Goes in: a strategy, a model that is compiled in its scope or given to it, and the names of the
+model's Keras (``keras3.names`` or ``tf_keras.names``).  Comes out: the same model, or a twin of it,
+whose variables, optimizers and metrics are the strategy's; or an error before anything has changed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import weakref
@@ -15,13 +16,38 @@ from typing import Any
 
 import tensorflow as tf
 
-from towerstrategy import _tensorflow as _tf, contexts
+from towerstrategy import _tensorflow as _tf, contexts, losses
 from towerstrategy._keras import hooks, stages, state
 from towerstrategy.placement import kind
 from towerstrategy.variables import one_copy, rules
 
 _log = logging.getLogger("towerstrategy")
 _MISSING = object()
+
+
+def compile(names: Any, compiling: Callable[..., contextlib.AbstractContextManager[None]],
+            original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
+    """The hook for ``compile``: adopts a model in a strategy's scope, or one that has a strategy.
+
+    ``compiling(model, strategy)`` is the context in which Keras' own ``compile`` runs.
+    """
+    scope = tf.distribute.get_strategy()
+    strategy = scope if kind.is_tower_strategy(scope) else strategy_of(self, names)
+    args, kwargs = losses.inner_losses((args, kwargs))
+    if strategy is None:
+        return original(self, *args, **kwargs)
+    owner = getattr(self, names.OWNER)
+    check_owner(strategy, f"model {self.name!r}", owner)
+    check_variables(strategy, self, state.variables_of(self, names))
+    with strategy.scope():
+        setattr(self, names.OWNER, strategy)
+        try:
+            with compiling(self, strategy):
+                original(self, *args, **kwargs)
+            adopt(strategy, self, names)
+        except Exception:
+            setattr(self, names.OWNER, owner)
+            raise
 
 
 def adopt(strategy: tf.distribute.Strategy, model: Any, names: Any) -> Any:
@@ -93,7 +119,12 @@ def adopt_state(strategy: tf.distribute.Strategy, model: Any,
     for optimizer in optimizers:
         set_owner(optimizer, strategy)
     local = [variable for metric in metrics for variable in names.adopt_metric(strategy, metric)]
-    resident = adopt_variables(strategy, saved)
+    resident = state.resident(saved)
+    new = [variable for variable in resident if not isinstance(variable, one_copy.TowerVariable)]
+    if strategy.extended.workers is not None:
+        state.copy_from_chief(strategy.extended.workers, new)
+    for variable in new:
+        one_copy.into_tower_variable(variable, strategy)
     stages.settle(strategy, model, names)
     return resident, local
 
@@ -111,6 +142,19 @@ def set_owner(optimizer: Any, strategy: tf.distribute.Strategy) -> None:
     # tf_keras' LossScaleOptimizer has no such attribute; it asks its inner optimizer.
     if "_distribution_strategy" in vars(optimizer):
         optimizer._distribution_strategy = strategy
+
+
+def strategy_of(model: Any, names: Any) -> Any:
+    """The ``TowerStrategy`` of a model; None if it has none."""
+    strategy = getattr(model, names.OWNER, None)
+    return strategy if kind.is_tower_strategy(strategy) else None
+
+
+def compiles_towers(model: Any) -> bool:
+    """Whether XLA compiles each tower's part of a model's steps, not the steps as a whole."""
+    strategy = model.distribute_strategy
+    return (bool(model.jit_compile) and kind.is_tower_strategy(strategy)
+            and not strategy.extended.compiles_whole)
 
 
 def check_owner(strategy: tf.distribute.Strategy, what: str,
@@ -131,17 +175,6 @@ def check_variables(strategy: tf.distribute.Strategy, model: Any, variables: Ite
     for variable in variables:
         check_owner(strategy, f"variable {getattr(variable, 'name', variable)!r} of model "
                               f"{model.name!r}", getattr(variable, "_distribute_strategy", None))
-
-
-def adopt_variables(strategy: tf.distribute.Strategy, variables: Iterable[Any]) -> list[Any]:
-    """Adopts the resource variables among ``variables``, in place; returns them."""
-    resident = state.resident(variables)
-    new = [variable for variable in resident if not isinstance(variable, one_copy.TowerVariable)]
-    if strategy.extended.workers is not None:
-        state.copy_from_chief(strategy.extended.workers, new)
-    for variable in new:
-        one_copy.into_tower_variable(variable, strategy)
-    return resident
 
 
 def check_trains_on_towers(model: Any) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import tensorflow as tf
 from keras.src.callbacks import backup_and_restore, csv_logger, model_checkpoint, tensorboard
 
-from towerstrategy._keras import callbacks as callbacks_lib, state, training
+from towerstrategy._keras import adopting, callbacks as callbacks_lib, state
 from towerstrategy._keras.keras3 import names
 from towerstrategy.placement.workers import Workers
 
@@ -26,7 +26,7 @@ _PATHS = {model_checkpoint.ModelCheckpoint: "filepath", csv_logger.CSVLogger: "f
 
 def set_model(original: Callable[..., Any], self: Any, model: Any) -> None:
     """The hook for ``CallbackList.set_model``: replaces callbacks that write files."""
-    strategy = training.strategy_of(model, names)
+    strategy = adopting.strategy_of(model, names)
     if strategy is not None:
         self.callbacks = [_replaced(callback, strategy.extended.should_checkpoint)
                           for callback in self.callbacks]

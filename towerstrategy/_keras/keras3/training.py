@@ -17,7 +17,7 @@ from keras.src import backend, tree
 from keras.src.trainers import trainer as base_trainer
 
 from towerstrategy import _tensorflow as _tf, contexts
-from towerstrategy._keras import adopting, hooks, training as training_rules
+from towerstrategy._keras import adopting, hooks
 from towerstrategy._keras.keras3 import names
 from towerstrategy.batch import datasets as datasets_lib, prefetching, rows as rows_lib
 from towerstrategy.placement import kind
@@ -27,7 +27,7 @@ from towerstrategy.variables import rules
 def trainer_init(original: Callable[..., Any], self: Any) -> None:
     """The hook for the ``__init__`` of models: wraps the methods of a strategy's model."""
     original(self)
-    if training_rules.strategy_of(self, names) is not None:
+    if adopting.strategy_of(self, names) is not None:
         hooks.wrap_methods(self, names.ENTRIES)
 
 
@@ -38,13 +38,13 @@ def _resolving_auto_jit(model: Any, strategy: Any) -> contextlib.AbstractContext
         and bool(base_trainer.model_supports_jit(model))))
 
 
-compile = functools.partial(training_rules.compile, names, _resolving_auto_jit)
+compile = functools.partial(adopting.compile, names, _resolving_auto_jit)
 
 
 @contextlib.contextmanager
 def _without_jit_of_step(model: Any) -> Iterator[bool]:
     """Yields whether XLA compiles the towers' parts; if so, Keras makes uncompiled steps here."""
-    compiles = training_rules.compiles_towers(model)
+    compiles = adopting.compiles_towers(model)
     with _tf.patched(model, _jit_compile=model._jit_compile and not compiles):
         yield compiles
 
@@ -87,7 +87,7 @@ class _ReadByStep:
 
 def make_function(original: Callable[..., Any], self: Any, step_function: Any) -> Any:
     """The hook for ``_make_function``: adopts new variables; splits the data of ``*_on_batch``."""
-    strategy = training_rules.strategy_of(self, names)
+    strategy = adopting.strategy_of(self, names)
     if strategy is None:
         return original(self, step_function)
     with _without_jit_of_step(self) as compiles:
@@ -104,13 +104,20 @@ def make_function(original: Callable[..., Any], self: Any, step_function: Any) -
     def function(iterator: Any) -> Any:
         call = take
         if not isinstance(iterator, (tf.data.Iterator, tf.distribute.DistributedIterator)):
-            iterator = (training_rules.split_data(strategy, data) for data in iterator)
+            iterator = (_split(strategy, data) for data in iterator)
             call = step
         elif isinstance(iterator, prefetching.PrefetchedIterator) and take is step:
             iterator = iterator.read_once()  # as Keras' loop over several steps does
         return strategy.extended.call_step(call, iterator, compiles, self if trains else None)
 
     return function
+
+
+def _split(strategy: tf.distribute.Strategy, data: Any) -> Any:
+    """A step's data as sub-batches; data that is split already is returned as it is."""
+    is_split = any(isinstance(leaf, tf.distribute.DistributedValues)
+                   for leaf in tf.nest.flatten(data))
+    return data if is_split else strategy.extended.inputs.split(data)
 
 
 def _with_get_next(model: Any, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -149,7 +156,7 @@ def _predict_on_towers(model: Any, step: Callable[..., Any], compiles: bool
         with strategy.extended.step(compiles):
             if isinstance(steps[0], tf.distribute.DistributedIterator):
                 return take(steps[0])
-            return step([training_rules.split_data(strategy, data) for data in steps])
+            return step([_split(strategy, data) for data in steps])
 
     function.is_on_towers = True  # type: ignore[attr-defined]
     return function
@@ -164,7 +171,7 @@ def symbolic_build(original: Callable[..., Any], self: Any, iterator: Any = None
     its own step, which may pass other values than the data to the model, its loss and metrics; and
     the optimizer of layers that only a training step calls.
     """
-    strategy = training_rules.strategy_of(self, names)
+    strategy = adopting.strategy_of(self, names)
     if strategy is None:
         adopting.check_trains_on_towers(self)
         return original(self, iterator, data_batch)

@@ -13,13 +13,13 @@ import tensorflow as tf
 from tf_keras.src import callbacks as keras_callbacks
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy._keras import adopting, callbacks, hooks, training as training_rules
+from towerstrategy._keras import adopting, callbacks, hooks
 from towerstrategy._keras.tf_keras import names
 from towerstrategy.placement import kind
 
 # tf_keras' compile checks that all variables are the strategy's.
 compile = functools.partial(
-    training_rules.compile, names, lambda _, strategy: strategy.extended.modes.within(adopts=True))
+    adopting.compile, names, lambda _, strategy: strategy.extended.modes.within(adopts=True))
 
 
 def batch_norm_build(original: Callable[..., Any], self: Any, input_shape: Any) -> Any:
@@ -62,7 +62,7 @@ def _on_towers(model: Any, name: str, step: Callable[..., Any]) -> Callable[...,
     if name != "predict_function":
         # Variables may have been built after compile, outside of the scope.
         adopting.adopt_state(strategy, model, names)
-    compiles = training_rules.compiles_towers(model)
+    compiles = adopting.compiles_towers(model)
 
     @_tf.with_short_tracebacks
     def function(iterator: Any) -> Any:
