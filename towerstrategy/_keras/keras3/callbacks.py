@@ -15,6 +15,7 @@ from typing import Any
 import tensorflow as tf
 from keras.src.callbacks import backup_and_restore, csv_logger, model_checkpoint, tensorboard
 
+from towerstrategy import _tensorflow as _tf
 from towerstrategy._keras import adopting, callbacks as callbacks_lib, state
 from towerstrategy._keras.keras3 import names
 from towerstrategy.placement.workers import Workers
@@ -65,19 +66,53 @@ class _EmptiedCheckpoint(model_checkpoint.ModelCheckpoint):
 
 
 class _WholeBackup(backup_and_restore.BackupAndRestore):
-    """A ``BackupAndRestore`` that writes on the chief only, and survives a killed process."""
+    """A ``BackupAndRestore`` that writes on the chief only, and survives a killed process.
 
-    @property
-    def _extended(self) -> Any:
-        return self.model.distribute_strategy.extended
+    Keras' own overwrites the files of the last backup.  A process that is killed meanwhile leaves
+    weights that cannot be read, or weights of one epoch with the number of another.  This one
+    writes the new files beside the last ones and then renames them:
+
+    1. The new weights are written, then the new metadata.  If the next run finds both, it deletes
+       them.
+    2. The weights are renamed; from now on the new backup counts.  If the next run finds new
+       metadata alone, it continues with 3.
+    3. The metadata is renamed.
+    """
+
+    _extended = property(lambda self: self.model.distribute_strategy.extended)
+    _new_weights = property(
+        lambda self: f"{self._weights_path.removesuffix('.weights.h5')}.new.weights.h5")
+    _new_metadata = property(lambda self: f"{self._training_metadata_path}.new")
 
     def _save_model(self) -> None:
-        if self._extended.should_checkpoint:
-            callbacks_lib.save_backup(self, super()._save_model)
+        if not self._extended.should_checkpoint:
+            return
+        paths = self._weights_path, self._training_metadata_path
+        if getattr(self, "double_checkpoint", False):
+            for path in paths:
+                if tf.io.gfile.exists(path):
+                    tf.io.gfile.copy(path, f"{path}.bkp", overwrite=True)
+        new_paths = self._new_weights, self._new_metadata
+        with _tf.patched(self, _weights_path=new_paths[0], _training_metadata_path=new_paths[1]):
+            super()._save_model()
+        for new_path, path in zip(new_paths, paths):
+            tf.io.gfile.rename(new_path, path, overwrite=True)
+
+    def _finish_save(self) -> None:
+        """Finishes or deletes the backup of a run that was killed while it saved it."""
+        if not tf.io.gfile.exists(self._new_metadata):
+            return
+        if tf.io.gfile.exists(self._new_weights):
+            # Metadata first: if it is alone, the weights are renamed.
+            tf.io.gfile.remove(self._new_metadata)
+            tf.io.gfile.remove(self._new_weights)
+        else:
+            tf.io.gfile.rename(self._new_metadata, self._training_metadata_path, overwrite=True)
 
     def on_train_begin(self, logs: Any = None) -> None:
         if self._extended.should_checkpoint:
-            callbacks_lib.clean_backup(self)
+            callbacks_lib.finish_deleting(self.backup_dir)
+            self._finish_save()
             super().on_train_begin(logs)
         if self._extended.workers is not None:
             _send_backup(self, self._extended.workers)
