@@ -85,8 +85,6 @@ def _merge_then(tower: contexts.TowerContext, gradients: Sequence[Any], variable
       RuntimeError: a branch, a loop or a nested function calls it: no sync point can be there.
       ValueError: a variable is not the strategy's.
     """
-    if not tower.can_merge:
-        raise RuntimeError(contexts.NESTED_MERGE)
     _check_made_in_scope(tower.strategy, variables)
     homes = [homes_lib.home_of(variable) for variable in variables]
     totals = [tower.call.total(value, home) if rule == "sum" else None

@@ -34,15 +34,10 @@ def copy_handle_data(source: tf.Tensor, target: tf.Tensor) -> None:
         handle_data_util.copy_handle_data(source, target)
 
 
-_HALVES = (tf.float16, tf.bfloat16)
-
-
-def half_of(value: Any) -> tf.Tensor | None:
-    """The half-precision tensor that ``value`` is a wider cast of; None if it is no such cast."""
-    if not isinstance(value, tf.Tensor) or not tf.is_symbolic_tensor(value):
-        return None
-    half = value.op.inputs[0] if value.op.type == "Cast" and value.dtype.is_floating else None
-    return None if half is None or half.dtype not in _HALVES else half
+def half_of(tensor: tf.Tensor) -> tf.Tensor | None:
+    """The half-precision tensor that ``tensor`` is a wider cast of; None if it is no such cast."""
+    half = tensor.op.inputs[0] if tensor.op.type == "Cast" and tensor.dtype.is_floating else None
+    return half if half is not None and half.dtype in (tf.float16, tf.bfloat16) else None
 
 
 def crosses_machines(operation: tf.Operation) -> bool:
