@@ -225,9 +225,7 @@ class TowerDataset(tf.distribute.DistributedDataset):
 
     def _layout(self, spec: Nest) -> prefetching.Layout:
         """Which tower's device each tensor of an element is fetched to."""
-        count = len(self.fetch.devices)
-        return prefetching.Layout(spec, [owner for leaf in tf.nest.flatten(spec)
-                                         for owner in prefetching.owners_of(leaf, count)])
+        return prefetching.Layout(spec, prefetching.owners_of(spec, len(self.fetch.devices)))
 
     def reduce(self, initial_state: Nest, reduce_func: Callable[[Nest, Nest], Nest]) -> Nest:
         """Folds ``reduce_func(state, element)`` over the elements; autograph's ``for`` calls it."""

@@ -125,7 +125,6 @@ def _check_ends() -> None:
 class TowerIteratorSpec(tf.data.IteratorSpec):
     """The type spec of :class:`TowerIterator`, so that a function gets one as its argument."""
 
-    __slots__ = ["_open_rows", "_agreement"]
     value_type = property(lambda _: TowerIterator)
 
     def __init__(self, element_spec: Nest, open_rows: bool, agreement: Any) -> None:
@@ -163,7 +162,6 @@ _iterators: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary(
 
 
 class HeldOptionalSpec(tf.TypeSpec):
-    __slots__ = ["_spec", "_held", "_number"]
     value_type = property(lambda _: HeldOptional)
     _component_specs = property(lambda self: (tf.TensorSpec([], tf.bool), self._held))
 

@@ -117,16 +117,16 @@ class Layout:
         return tf.nest.pack_sequence_as(self.spec, tensors, expand_composites=True)
 
 
-def owners_of(spec: Any, towers: int) -> list[int]:
-    """The owner of each tensor of a component."""
-    several = isinstance(spec, _tf.PerReplicaSpec)
-    parts = spec._component_specs if several else [spec]
+def owners_of(element_spec: Nest, towers: int) -> list[int]:
+    """The owner of each tensor of an element."""
     owners = []
-    for number, part in enumerate(parts):
-        # Behind the towers' parts are the row counts, which the host reads.
-        fetched = number < towers and (several or towers == 1) and _is_fetched(part)
-        tensors = tf.nest.flatten(part, expand_composites=True)
-        owners += [number if fetched else HOST] * len(tensors)
+    for spec in tf.nest.flatten(element_spec):
+        several = isinstance(spec, _tf.PerReplicaSpec)
+        for number, part in enumerate(spec._component_specs if several else [spec]):
+            # Behind the towers' parts are the row counts, which the host reads.
+            fetched = number < towers and (several or towers == 1) and _is_fetched(part)
+            tensors = tf.nest.flatten(part, expand_composites=True)
+            owners += [number if fetched else HOST] * len(tensors)
     return owners
 
 

@@ -212,10 +212,8 @@ class WorkersDataset(datasets_lib.TowerDataset):
         return super().__iter__()
 
     def _layout(self, spec: Nest) -> prefetching.Layout:
-        owners = [prefetching.HOST, prefetching.HOST]
-        for leaf in tf.nest.flatten(self._agreement.packed):
-            owners += prefetching.owners_of(leaf, len(self.fetch.devices))
-        return prefetching.Layout(spec, owners)
+        return prefetching.Layout(spec, [prefetching.HOST, prefetching.HOST, *prefetching.owners_of(
+            self._agreement.packed, len(self.fetch.devices))])
 
     def _rows_of(self, element: Nest) -> Any:
         _, rows, _ = element
