@@ -37,11 +37,9 @@ _ControlFlow = control_flow_v2_func_graphs.ControlFlowFuncGraph
 # The priority of a tf.function's variable creator: after creators of strategies and users.
 _CREATOR_PRIORITY = 50
 CALLS = ("PartitionedCall", "StatefulPartitionedCall")
-CALLERS = frozenset({
-    *CALLS, "Case", "If", "StatelessCase", "StatelessIf", "StatelessWhile", "While", "RemoteCall",
-    "SymbolicGradient", "MapDefun"})
-# The index of the first argument of the function: behind the condition or the branch's number.
-FIRST_ARGUMENT = {"If": 1, "StatelessIf": 1, "Case": 1, "StatelessCase": 1}
+BRANCHES = ("If", "StatelessIf", "Case", "StatelessCase")  # input 0: condition, or branch's number
+LOOPS = ("While", "StatelessWhile")
+CALLERS = frozenset({*CALLS, *BRANCHES, *LOOPS, "RemoteCall", "SymbolicGradient", "MapDefun"})
 # Autograph does not convert the package's functions: that would take most of the time of a trace,
 # and show them in the tracebacks of users' errors.  Users' functions are converted as usual.
 autograph_config.CONVERSION_RULES = (
@@ -156,7 +154,7 @@ def writers_of(graph: tf.Graph, node: Any, index: int) -> set[str]:
     """The types of the ops that write a node's input ``index``, also in functions that it calls."""
     if node.op not in CALLERS:
         return {node.op} - set(auto_control_deps_utils.RESOURCE_READ_OPS)
-    types, argument = set[str](), index - FIRST_ARGUMENT.get(node.op, 0)
+    types, argument = set[str](), index - (node.op in BRANCHES)
     for definition in (function_definition(graph, name) for name in functions_in_attributes(node)):
         if definition is not None and 0 <= argument < len(definition.signature.input_arg):
             parameter = definition.signature.input_arg[argument].name

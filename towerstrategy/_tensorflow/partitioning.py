@@ -80,8 +80,7 @@ def body_of(graph: tf.Graph, name: str, arguments: Sequence[tf.Tensor] | None = 
 def source_of(tensor: tf.Tensor) -> tf.Tensor:
     """The tensor that identities, and branches that all return the same input, made this one of."""
     source = graphs.uncopied(tensor)
-    first = functions.FIRST_ARGUMENT.get(source.op.type)
-    if first is None:
+    if source.op.type not in functions.BRANCHES:
         return source
     found: set[Any] = set()
     for name in functions.functions_in_attributes(source.op.node_def):
@@ -89,7 +88,7 @@ def source_of(tensor: tf.Tensor) -> tf.Tensor:
         inner = source_of(branch.outputs[source.value_index])
         found.add(next((index for index, each in enumerate(branch.inputs) if each is inner), None))
     index = found.pop()
-    return source if found or index is None else source_of(source.op.inputs[first + index])
+    return source if found or index is None else source_of(source.op.inputs[1 + index])
 
 
 def _graph_of(definition: Any, graph: tf.Graph, arguments: Sequence[tf.Tensor] | None) -> Any:

@@ -15,6 +15,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from towerstrategy import _tensorflow as _tf
 from towerstrategy.sharding.rules.registry import Op, Plan
 from towerstrategy.sharding.rules.row_loops import is_kept
 from towerstrategy.sharding.spec import (
@@ -31,8 +32,7 @@ from towerstrategy.sharding.spec import (
     has_known_rows,
 )
 
-BRANCHES = ("If", "StatelessIf", "Case", "StatelessCase")
-LOOPS = ("While", "StatelessWhile")
+BRANCHES, LOOPS = _tf.BRANCHES, _tf.LOOPS
 
 
 @dataclasses.dataclass

@@ -80,7 +80,7 @@ def put_into(tensor_list: tf.Tensor) -> tf.Tensor | None:
     """The tensor that each iteration of a loop puts into a list; None if the list is no such."""
     result = _tf.uncopied(tensor_list)
     loop = result.op
-    if loop.type not in ("While", "StatelessWhile"):
+    if loop.type not in _tf.LOOPS:
         return None
     body, index = _tf.body_of(loop.graph, loop.get_attr("body").name), result.value_index
     put = body.outputs[index].op
