@@ -161,6 +161,14 @@ class ElementTest(parameterized.TestCase):
 
         self.assertEqual(total(), 56)
 
+    def test_sparse_batches_that_are_zipped(self):
+        """Else an AttributeError: these datasets hold their batch size as a number."""
+        strategy, rows = two_towers(), Dataset.from_tensor_slices(tf.ones([5, 3])).map(tf.identity)
+        zipped = Dataset.zip((rows.sparse_batch(4, [3]), rows.batch(4)))
+        counts = [[part.shape[0] for part in strategy.experimental_local_results(dense)]
+                  for _, dense in strategy.experimental_distribute_dataset(zipped)]
+        self.assertEqual(counts, [[2, 2], [1, 0]])
+
     def test_ragged_rows_of_one_length(self):
         """Else the pipeline fails, as it cannot run the assertions of their slices."""
         rows = tf.RaggedTensor.from_uniform_row_length(tf.ragged.constant(

@@ -58,9 +58,8 @@ def inputs_of_dataset(dataset: tf.data.Dataset) -> list[tf.data.Dataset]:
 
 def batch_size(dataset: tf.data.Dataset) -> int | None:
     """The rows of a dataset's first element if it makes batches; None if there may be fewer."""
-    size = getattr(dataset, "_batch_size", None)
-    size = None if size is None else tf.get_static_value(size)
-    if size is None or size.ndim:
+    size = tf.get_static_value(getattr(dataset, "_batch_size", None))
+    if size is None:
         return None
     examples = int(dataset._inputs()[0].cardinality())
     return int(size) if examples >= size or examples == tf.data.INFINITE_CARDINALITY else None
