@@ -167,17 +167,13 @@ def _make_plan(strategy: tf.distribute.Strategy, model: Any, names: Any) -> Plan
     return [(call.layer, stage) for call, stage in zip(calls, stages)]
 
 
-def _calls_in(model: Any, names: Any, chosen: int | None = None,
-              outer: Sequence[Any] = ()) -> Iterator[Call]:
-    """The layer calls in ``model``; ``chosen`` is its stage, ``outer`` the models that call it."""
-    outer = *outer, model
+def _calls_in(model: Any, names: Any, chosen: int | None = None) -> Iterator[Call]:
+    """The layer calls in ``model``; ``chosen`` is its stage."""
     for layer, node in _nodes_of(model):
-        if any(layer is other for other in outer):  # a model that contains itself
-            continue
         stage = next((stage for part in (node, layer) if part is not None
                       and (stage := vars(part).get(MADE_IN)) is not None), chosen)
         if type(layer).call in names.GRAPH_CALLS:
-            yield from _calls_in(layer, names, stage, outer)
+            yield from _calls_in(layer, names, stage)
         else:
             yield Call(layer, stage, 0 if node is None else _result_bytes(node))
 
