@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import tensorflow as tf
@@ -53,13 +52,3 @@ def add_note(error: Any, note: str, traced: bool) -> None:
         error.add_note(note)
     elif isinstance(error, tf.errors.OpError):
         error._message = f"{error.message}\n{note}"  # the property ``message`` reads it
-
-
-@contextlib.contextmanager
-def noting(note: str) -> Iterator[None]:
-    """A context that adds ``note`` to errors."""
-    try:
-        yield
-    except Exception as error:
-        add_note(error, note, not tf.executing_eagerly())
-        raise

@@ -77,12 +77,16 @@ class _Call(contexts.Call):
         try:
             while not done:
                 done = self._advance()
-                with _tf.noting(self._strategy.extended.placement.merge_note):
+                try:
                     # Merges what the towers have written to variables since their last sync point.
                     with _tf.not_recorded(), tf.control_dependencies(None):
                         alone.merge_written(self._shares, self._written)
                     if not done:
                         self._merge()
+                except Exception as error:
+                    _tf.add_note(error, self._strategy.extended.placement.merge_note,
+                                 traced=not self._eager)
+                    raise
         finally:
             for tower in self._towers:
                 tower.stop()
