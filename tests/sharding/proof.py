@@ -12,6 +12,7 @@ The towers' tensors must be parts of one device's tensor, as their spec says.
 from __future__ import annotations
 
 import collections
+import copy
 import dataclasses
 import functools
 import itertools
@@ -430,7 +431,9 @@ def _with_all_parts(claim: Layout) -> Layout:
         plans[operation.name] = dataclasses.replace(
             plan, gives=[ListOf() if isinstance(spec, Replicated) else spec for spec in plan.gives]
         )
-    return dataclasses.replace(claim, plans=plans)
+    result = copy.copy(claim)
+    result.plans = plans
+    return result
 
 
 def _counts(spec: Sharded | Size, rows: tuple[int, ...], size: int) -> list[int]:

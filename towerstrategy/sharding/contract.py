@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy.sharding import graphs, joined, propagate
-from towerstrategy.sharding.layout import BRANCHES, LOOPS
+from towerstrategy.sharding import joined, propagate
+from towerstrategy.sharding.layout import BRANCHES, LOOPS, are_read, functions_of, needed_in_order
 from towerstrategy.sharding.rules import lists, registry, scaling
 from towerstrategy.sharding.rules.registry import Op, Plan
 from towerstrategy.sharding.spec import (
@@ -171,22 +171,21 @@ class Contract:
             inner = Contract(body)
             inner._states.update(zip((tensor.name for tensor in body.inputs), inputs))
             inner._zeros = {tensor.name for tensor, zero in zip(body.inputs, zeros) if zero}
-            inner.look_at(op.operation for op in graphs.needed_in_order(body)
-                          if op.type != "Placeholder")
+            inner.look_at(op.operation for op in needed_in_order(body))
             contracts.append(inner)
         return [[inner.of(tensor) for tensor in inner.graph.outputs] for inner in contracts]
 
     def _loop(self, operation: tf.Operation, states: list[State]) -> list[State]:
         """The states of a loop's variables: a fixpoint; all towers must iterate as often."""
-        functions = graphs.functions_of(operation)
+        functions = functions_of(operation)
         zeros = [self._is_zero(tensor) for tensor in operation.inputs]
-        are_read = graphs.are_read(*functions)
+        read = are_read(*functions)
         lists.note_constants(functions[1], operation.inputs, is_loop=True)
         for iteration in range(propagate.ROUNDS):
             tested, outputs = self._call(operation, functions, states, states,
                                          zeros=() if iteration else zeros)
             after = [_loop_variable(*each) for each in zip(
-                states, outputs, operation.inputs, functions[1].outputs, are_read, zeros)]
+                states, outputs, operation.inputs, functions[1].outputs, read, zeros)]
             if iteration and after == states:
                 if tested == [SAME]:
                     return states
@@ -196,7 +195,7 @@ class Contract:
 
     def _branches(self, operation: tf.Operation, states: Sequence[State]) -> list[State]:
         """The states of a branch's outputs; all towers must take the same branch."""
-        condition, bodies = operation.inputs[0].ref(), graphs.functions_of(operation)
+        condition, bodies = operation.inputs[0].ref(), functions_of(operation)
         found = self._call(operation, bodies, *([state._replace(spec=joined.branch_input(
             condition, number, state.spec)) for state in states[1:]]
             for number in range(len(bodies))))

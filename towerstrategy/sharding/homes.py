@@ -44,7 +44,7 @@ def homes(layout: Layout, devices: Mapping[str, str], merge: str,
     if not consumers and not {*devices.values()} - {merge}:
         return {}, {}
     for operation in reversed(layout.order):
-        plan = layout.plans.get(operation.name)
+        plan = layout.plans[operation.name]
         if isinstance(plan, Nested):
             if operation.type not in LOOPS:
                 for inner in plan.layouts:
@@ -57,7 +57,7 @@ def homes(layout: Layout, devices: Mapping[str, str], merge: str,
             device = needed_on[0]
         if device is not None:
             op_devices[operation.name] = device
-        if plan is not None and not plan.once:
+        if not plan.once:
             continue  # a sharded operation: its inputs are on the towers
         needed_on += [first[name] for name in operation.output_names if name in first]
         for name in operation.input_names:
@@ -87,9 +87,9 @@ def updates(layout: Layout) -> set[str]:
     needed_by_updates: set[str] = set()
     for operation in reversed(layout.order):
         is_update = operation.name in needed_by_updates or operation.has_effect
-        plan = layout.plans.get(operation.name)
+        plan = layout.plans[operation.name]
         if is_update and operation.name not in needed_elsewhere and (
-                plan is None or plan.once or isinstance(plan, Nested)) and not any(
+                plan.once or isinstance(plan, Nested)) and not any(
                 isinstance(spec, Sharded) for spec in layout.inputs_of(operation)):
             found.add(operation.name)
             needed_by_updates.update(operation.before)

@@ -1,7 +1,8 @@
 """What is known of a traced graph: the spec of each tensor, the plan of each operation.
 
-Goes in: what :mod:`propagate` finds, or, for ``strategy.run``, :mod:`replica_plans`.  Comes out: a
-:class:`Layout`, and those of the functions that operations call.
+Goes in: a graph, and what :mod:`propagate` finds, or, for ``strategy.run``, :mod:`replica_plans`.
+Comes out: a :class:`Layout`, and those of the functions that operations call; the operations that
+outputs and effects need, in order.
 
 Calls, branches and loops are the only operations known here by type, because function bodies say
 what they do.
@@ -10,7 +11,7 @@ what they do.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import Any
 
 import tensorflow as tf
@@ -51,25 +52,24 @@ class Nested(Plan):
     local: bool = False
 
 
-@dataclasses.dataclass
 class Layout:
     """The specs of a graph's tensors and the plans of its operations.
 
     Attributes:
       graph: the graph.
-      order: the operations that outputs or effects need, each after the ones that it depends on.
-      specs: tensor name -> spec.
+      order: see :func:`needed_in_order`.
+      specs: tensor name -> spec; at first those of the graph's ``inputs``.
       plans: operation name -> plan.
       parted: the operations with an input that is not replicated, or a function body that writes.
       fallbacks: the operations that run once with all rows, because no rule shards them.
     """
 
-    graph: Any
-    order: list[Op]
-    specs: dict[str, Spec]
-    plans: dict[str, Plan]
-    parted: list[Op] = dataclasses.field(default_factory=list)
-    fallbacks: list[Op] = dataclasses.field(default_factory=list)
+    def __init__(self, graph: Any, inputs: Iterable[Spec]) -> None:
+        self.graph, self.order = graph, needed_in_order(graph)
+        self.specs = dict(zip((tensor.name for tensor in graph.inputs), inputs))
+        self.plans: dict[str, Plan] = {}
+        self.parted: list[Op] = []
+        self.fallbacks: list[Op] = []
 
     def inputs_of(self, operation: Op) -> list[Spec]:
         return [self.specs[name] for name in operation.input_names]
@@ -104,6 +104,56 @@ class Layout:
                     yield from layout.all_fallbacks()
 
 
+def needed_in_order(graph: Any) -> list[Op]:
+    """The operations that outputs or effects need, but inputs, each after the ones that it needs.
+
+    The order of creation does not do: a loop gets its accumulators when its gradient is taken.
+    Assertions come before writes on which they do not depend.
+    """
+    notes: dict[Any, Any] = {}
+    inputs = {tensor.op.name for tensor in graph.inputs}
+    known = {operation.name: Op(operation, notes) for operation in graph.get_operations()
+             if operation.name not in inputs}
+    effects = [operation for operation in known.values() if operation.has_effect]
+    roots = [*(operation.name for operation in effects if not operation.writes_variables),
+             *(tensor.op.name for tensor in graph.outputs),
+             *(operation.name for operation in effects)]
+    done: set[str] = set()
+    order: list[Op] = []
+    stack: list[tuple[Op | None, Iterator[str]]] = [(None, iter(roots))]
+    while stack:
+        name = next(stack[-1][1], None)
+        if name is None:
+            operation, _ = stack.pop()
+            order += [] if operation is None else [operation]
+        elif name in known and name not in done:
+            done.add(name)
+            stack.append((known[name], iter([*known[name].before, *known[name].controls])))
+    return order
+
+
+def function_attributes(type: str) -> list[str]:
+    """The attributes of branches or loops that name functions: one for each, or a list."""
+    return [attr.name for attr in _tf.op_def(type).attr if "func" in attr.type]
+
+
+def functions_of(operation: tf.Operation) -> list[Any]:
+    """The graphs of all branches, or of a loop's condition and body."""
+    named = [operation.get_attr(name) for name in function_attributes(operation.type)]
+    functions = named[0] if isinstance(named[0], list) else named
+    # A loop's outputs have the shapes that its variables have in all iterations.
+    arguments = operation.outputs if operation.type in LOOPS else operation.inputs[1:]
+    return [_tf.body_of(operation.graph, function.name, arguments) for function in functions]
+
+
+def are_read(condition: Any, body: Any) -> list[bool]:
+    """Whether each variable of a loop is read in it before it is set."""
+    passed_on = {tensor.name for number, tensor in enumerate(body.outputs)
+                 if tensor is not body.inputs[number]}
+    return [bool(tested.consumers() or tensor.consumers() or tensor.name in passed_on)
+            for tested, tensor in zip(condition.inputs, body.inputs)]
+
+
 def only_read(operation: Op, layouts: Sequence[Layout]) -> Set[int]:
     """The indices of a loop's inputs that it only reads, the same for all towers.
 
@@ -123,7 +173,7 @@ def _is_only_read(layout: Layout, name: str) -> bool:
     for operation in layout.order:
         places = [at for at, each in enumerate(operation.input_names) if each == name]
         for at in () if operation.reads_variable else places:
-            plan = layout.plans.get(operation.name)
+            plan = layout.plans[operation.name]
             if not isinstance(plan, Nested) or operation.type in BRANCHES or not (
                     at in plan.only_read and _is_only_read(layout, operation.output_names[at])
                     if operation.type in LOOPS else
@@ -138,8 +188,7 @@ def is_local(layout: Layout, outputs: Sequence[Spec], compiled: bool = False) ->
     ``compiled`` says that XLA compiles them; no kernel of XLA fails on zero rows.
     """
     return _match(layout.outputs, outputs, compiled) and all(
-        _is_local(layout, operation, compiled) for operation in layout.order
-        if operation.name in layout.plans)
+        _is_local(layout, operation, compiled) for operation in layout.order)
 
 
 def _is_local(layout: Layout, operation: Op, compiled: bool) -> bool:

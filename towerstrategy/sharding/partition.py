@@ -76,8 +76,7 @@ class Partition:
         self._stages = staging.stages_of(layout, self._values, self.towers)
         self._nodes = {name: [] for operation in layout.order for name in operation.controls}
         for operation in layout.order:
-            if operation.name in layout.plans:
-                self._operation(layout, operation)
+            self._operation(layout, operation)
         return [self._values[tensor.name] for tensor in layout.graph.outputs]
 
     # One operation.

@@ -17,8 +17,17 @@ from typing import Any
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy.sharding import graphs, joined, traffic as traffic_lib
-from towerstrategy.sharding.layout import BRANCHES, LOOPS, Layout, Nested, is_local, only_read
+from towerstrategy.sharding import joined, traffic as traffic_lib
+from towerstrategy.sharding.layout import (
+    BRANCHES,
+    LOOPS,
+    Layout,
+    Nested,
+    are_read,
+    functions_of,
+    is_local,
+    only_read,
+)
 from towerstrategy.sharding.rules import lists, registry, row_loops, scaling
 from towerstrategy.sharding.rules.registry import Op, Plan
 from towerstrategy.sharding.spec import (
@@ -66,8 +75,7 @@ def propagate(graph: Any, inputs: Sequence[Spec],
 
 def once(layout: Layout, operation: Op) -> Plan:
     """The plan of an operation whose inputs are all replicated; it is put into ``layout``."""
-    _Propagation(layout.graph, set(), None).operation(layout, operation)
-    return layout.plans[operation.name]
+    return _Propagation(layout.graph, set(), None).operation(layout, operation)
 
 
 class _Propagation:
@@ -87,14 +95,10 @@ class _Propagation:
 
     def layout(self, graph: Any, inputs: Sequence[Spec]) -> Layout:
         """The layout of a graph or function body for inputs with these specs."""
-        layout = Layout(graph, graphs.needed_in_order(graph), {}, {})
-        layout.specs.update(zip((tensor.name for tensor in graph.inputs), inputs))
+        layout = Layout(graph, inputs)
         outputs = {tensor.op.name for tensor in graph.outputs}
         passed: dict[str, Op] = {}
         for operation in layout.order:
-            names = operation.output_names
-            if names and names[0] in layout.specs:
-                continue  # an input
             if passed:
                 operation.pass_by(passed)
             try:
@@ -104,7 +108,7 @@ class _Propagation:
                     raise
                 self._make_whole(*needed.args)
                 layout.plans[operation.name] = plan = registry.once(operation)
-            layout.specs.update(zip(names, plan.gives))
+            layout.specs.update(zip(operation.output_names, plan.gives))
             if plan.passes and not operation.controls and operation.name not in outputs:
                 passed[operation.name] = operation
                 layout.parted.pop()
@@ -277,7 +281,7 @@ class _Propagation:
     def _branch(self, operation: Op, specs: Sequence[Spec]) -> Nested | None:
         if self._depth == 1:  # sums cross before the branch, together with others
             specs = [REPLICATED if isinstance(spec, Partial) else spec for spec in specs]
-        branches = graphs.functions_of(operation.operation)
+        branches = functions_of(operation.operation)
         self._note_functions(operation, branches, operation.inputs[1:])
         condition, popped_in = self._put(operation.inputs[0])
         kept_with = [popped_in is None or self._put(tensor)[1] is popped_in
@@ -297,17 +301,17 @@ class _Propagation:
         return Nested([tested, *specs[1:]], gives, layouts=layouts, local=local)
 
     def _loop(self, operation: Op, specs: Sequence[Spec]) -> Nested | None:
-        condition, body = graphs.functions_of(operation.operation)
+        condition, body = functions_of(operation.operation)
         starts = [self._origin(tensor, through_loops=False) for tensor in operation.inputs]
         self._note_functions(operation, [body], starts)
         over_rows = self._loop_over_rows(operation, specs, starts, condition, body)
         if over_rows is not None:
             return over_rows
-        are_read = graphs.are_read(condition, body)
+        read = are_read(condition, body)
 
         def settle(first: list[Spec]) -> tuple[list[Spec], Layout] | None:
             return self._fixpoint(body, first, functools.partial(
-                joined.loop_variables, first, operation.inputs, body.outputs, are_read))
+                joined.loop_variables, first, operation.inputs, body.outputs, read))
 
         settled = settle([REPLICATED if isinstance(spec, ListOf) and spec.rows else spec
                           for spec in specs])

@@ -17,7 +17,7 @@ from typing import Any
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy.sharding import graphs, homes, propagate, replica_plans
+from towerstrategy.sharding import homes, propagate, replica_plans
 from towerstrategy.sharding.builder import Ref
 from towerstrategy.sharding.contract import Contract
 from towerstrategy.sharding.layout import Layout
@@ -130,9 +130,8 @@ class PerTowerTensors:
         graph.inputs = [*map(graph.get_tensor_by_name, self._captures),
                         *(graph.get_tensor_by_name(f"{name}:0") for name in self._inputs)]
         plans = replica_plans.Plans(bool(self._filled), traffic)
-        layout = Layout(graph, graphs.needed_in_order(graph), {
-            tensor.name: PER_TOWER if tensor.op.name in self._inputs else REPLICATED
-            for tensor in graph.inputs}, {})
+        layout = Layout(graph, [PER_TOWER if tensor.op.name in self._inputs else REPLICATED
+                                for tensor in graph.inputs])
         summed = replica_plans.only_used_for((each.input_names[0] for each in layout.order
                                               if each.name in self._sums), layout)
 

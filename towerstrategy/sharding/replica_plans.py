@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence, Set
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy.sharding import graphs, propagate
+from towerstrategy.sharding import propagate
 from towerstrategy.sharding.contract import Contract
 from towerstrategy.sharding.layout import BRANCHES, LOOPS, Layout, Nested, only_read
 from towerstrategy.sharding.rules import registry
@@ -103,9 +103,7 @@ class Plans:
     def _layout(self, states: Contract, specs: Sequence[Spec], summed: Sequence[str] = ()
                 ) -> Layout:
         """The layout of a function body, of whose outputs ``summed`` are only added up."""
-        body = states.graph
-        layout = Layout(body, graphs.needed_in_order(body), dict(zip(
-            (tensor.name for tensor in body.inputs), specs)), {})
+        layout = Layout(states.graph, specs)
         names = only_used_for(summed, layout)
         put(layout, lambda operation: self.plan_of(layout, operation, states, names))
         return layout
@@ -136,8 +134,6 @@ class Plans:
 def put(layout: Layout, plan_of: Callable[[Op], Plan]) -> None:
     """Puts plans into a layout that has the specs of its inputs."""
     for operation in layout.order:
-        if operation.output_names and operation.output_names[0] in layout.specs:
-            continue  # an input
         plan = layout.plans[operation.name] = plan_of(operation)
         layout.specs.update(zip(operation.output_names, plan.gives))
 
@@ -162,7 +158,7 @@ def only_used_for(summed: Iterable[str], layout: Layout) -> set[str]:
 def _differs(layout: Layout) -> bool:
     """Whether towers differ in what a compiled function does: they draw, print or assert."""
     for operation in layout.order:
-        plan = layout.plans.get(operation.name)
+        plan = layout.plans[operation.name]
         nested = plan.layouts if isinstance(plan, Nested) else ()
         if any(map(_differs, nested)):
             return True
