@@ -23,6 +23,7 @@ from towerstrategy.sharding.rules.registry import Op
 
 _SCOPE = f"{homes.ONCE}across/"
 SUM, GATHER = "sum", "gather"  # Workers.extremes has the other kinds
+_CONTROL_FLOW = "~"  # behind all other kinds of a level
 
 
 class _Crossing(NamedTuple):
@@ -30,7 +31,6 @@ class _Crossing(NamedTuple):
     ref: Ref  # this worker's value
     shape: tf.TensorShape
     axis: int
-    device: str  # the device that needs the result
 
 
 class Across:
@@ -48,12 +48,12 @@ class Across:
         self.workers, self.graph, self.outside = workers, graph, outside
         self._builder = builder
         self._crossings: dict[str, _Crossing] = {}
-        self._control_flow: set[str] = set()
+        self._control_flow: list[str] = []
         self._last = ""  # the node that the next collective operation waits for
 
     def cross(self, kind: str, ref: Ref, device: str,
               shape: tf.TensorShape | None = None, axis: int = 0) -> Ref:
-        """The merged value of all workers; its node is made by :meth:`finish`.
+        """The merged value of all workers: this worker's until :meth:`finish`.
 
         Args:
           kind: "sum", "gather" (along ``axis``), or "max", "min", "and", "or".
@@ -64,49 +64,34 @@ class Across:
         """
         if self.workers is None:
             return ref
-        name = self._builder.reserve(f"{_SCOPE}{kind}")
-        self._crossings[name] = _Crossing(kind, ref, tf.TensorShape(shape), axis, device)
-        return Ref(name, 0, ref.dtype)
+        result = self._builder.identity(ref, device, f"{_SCOPE}{kind}")
+        self._crossings[result.node] = _Crossing(kind, ref, tf.TensorShape(shape), axis)
+        return result
 
     def note_control_flow(self, node: str) -> None:
         """Notes a branch or loop that has collective operations in it."""
-        self._control_flow.add(node)
+        self._control_flow.append(node)
 
     def finish(self) -> list[str]:
         """Makes all collective operations; returns the nodes that must run on each worker."""
-        order: list[str] = []
+        kinds = {name: crossing.kind if crossing.kind in (SUM, GATHER) else "extreme"
+                 for name, crossing in self._crossings.items()}
+        kinds.update(dict.fromkeys(self._control_flow, _CONTROL_FLOW))
+        levels = self._builder.levels(kinds) if kinds else {}
+        # Each in the order of the trace, which is the same on all workers.
         groups: dict[tuple[int, str], list[str]] = {}
-        level_of, control_flow = self._levels()
-        for name, crossing in self._crossings.items():
-            kind = crossing.kind if crossing.kind in (SUM, GATHER) else "extreme"
-            groups.setdefault((level_of(crossing.ref.node), kind), []).append(name)
-        for level, kind in sorted({*groups, *((level, "~") for level in control_flow)}):
-            if kind == "~":
-                for node in control_flow[level]:
-                    self._builder.nodes[node].input += [f"^{self._last}"] if self._last else []
-                    self._last = node
-            else:  # in the order of ``cross``, which is that of the trace: the same on all workers
-                order += self._make_group(kind, groups[level, kind])
-        return [*order, *(node for nodes in control_flow.values() for node in nodes)]
-
-    def _levels(self) -> tuple[Callable[[str], int], dict[int, list[str]]]:
-        """A function from a node to its level; the branches and loops of each level."""
-        found: dict[str, int] = {}
-        control_flow: dict[int, list[str]] = {}
-
-        def level_of(name: str) -> int:
-            crossing = self._crossings.get(name)
-            return found.get(name, 0) if crossing is None else level_of(crossing.ref.node) + 1
-
-        if self._crossings or self._control_flow:
-            for node in self._builder.nodes.values():
-                level = max((level_of(text.lstrip("^").split(":")[0]) for text in node.input),
-                            default=0)
-                if node.name in self._control_flow:
-                    control_flow.setdefault(level, []).append(node.name)
-                    level += 1
-                found[node.name] = level
-        return level_of, control_flow
+        for name, kind in kinds.items():
+            groups.setdefault((levels[name], kind), []).append(name)
+        must_run: list[str] = []
+        for (_, kind), names in sorted(groups.items()):
+            if kind != _CONTROL_FLOW:
+                must_run += self._make_group(kind, names)
+                continue
+            for node in names:
+                self._builder.nodes[node].input += [f"^{self._last}"] if self._last else []
+                self._last = node
+            must_run += names
+        return must_run
 
     def _make_group(self, kind: str, names: list[str]) -> list[str]:
         """Makes the collective operations of values that cross together."""
@@ -129,8 +114,8 @@ class Across:
                     for outer, inner in traced.captures)
         _tf.hand_on_functions(traced, self._builder.graph)
         must_run = self._copy_operations(traced, refs)
-        for name, crossing, tensor in zip(names, crossings, traced.outputs):
-            self._builder.define(name, refs[tensor.name], crossing.device)
+        for name, tensor in zip(names, traced.outputs):
+            self._builder.nodes[name].input[:] = [refs[tensor.name].input]
         return must_run
 
     def _copy_operations(self, traced: Any, refs: dict[str, Ref]) -> list[str]:

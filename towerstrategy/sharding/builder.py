@@ -7,7 +7,7 @@ as long.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -122,10 +122,10 @@ class Builder:
                 and (ref.node, ref.output) not in self._outer:
             self.shapes[ref] = tuple(shape)
 
-    def define(self, name: str, ref: Ref, device: str) -> None:
-        """Makes the node of a reserved name: an identity of ``ref``."""
-        attributes, _ = _signature("Identity", [ref], {})
-        self.nodes[name] = Node(name, "Identity", [ref.input], device, attributes)
+    def identity(self, ref: Ref, device: str, name: str) -> Ref:
+        """A new identity of ``ref``, equal to no other: its input may change until the import."""
+        return self._add(name, "Identity", [ref], device, *_signature("Identity", [ref], {}),
+                         alone=True)[0][0]
 
     def gate(self, before: Iterable[str], device: str) -> str:
         """A node that waits for others; many nodes can then wait for it instead of for each."""
@@ -181,6 +181,23 @@ class Builder:
                     found.setdefault(ref, {}).setdefault(node.device, []).append((node, place))
         return found
 
+    def levels(self, counted: Container[str] | None = None) -> dict[str, int]:
+        """The level of each node: the largest number of transfers on a path to it.
+
+        If given, results of the ``counted`` nodes are counted, in place of transfers.
+        """
+        levels: dict[str, int] = {}
+        for name, node in self.nodes.items():
+            level = 0
+            for text in node.input:
+                before = text if text in levels else text.lstrip("^").partition(":")[0]
+                if before in self.nodes:
+                    counts = before in counted if counted is not None else (
+                        node.device and self.nodes[before].device not in ("", node.device))
+                    level = max(level, levels.get(before, 0) + bool(counts))
+            levels[name] = level
+        return levels
+
     def tensor(self, ref: Ref) -> tf.Tensor:
         """The tensor of ``ref``; after :meth:`finish`."""
         if (ref.node, ref.output) in self._outer:
@@ -217,21 +234,16 @@ class Builder:
             (scope or name).partition("/")[0], type, device, attributes, *texts)
         if key in self._reusable:
             return self._reusable[key]
-        name = self.reserve(name)
+        wanted = name
+        while name in self._names:
+            self._names[wanted] += 1
+            name = f"{wanted}_{self._names[wanted]}"
+        self._names[name] = 0
         self.nodes[name] = Node(name, type, texts, device, attributes)
         result = [Ref(name, index, dtype) for index, dtype in enumerate(dtypes)], name
         if key is not None:
             self._reusable[key] = result
         return result
-
-    def reserve(self, wanted: str) -> str:
-        """A name that no node has; :meth:`define` may make its node later."""
-        name = wanted
-        while name in self._names:
-            self._names[wanted] += 1
-            name = f"{wanted}_{self._names[wanted]}"
-        self._names[name] = 0
-        return name
 
 
 def _signature(type: str, inputs: Sequence[Ref], attrs: dict[str, Any]) -> tuple[bytes, list[Any]]:

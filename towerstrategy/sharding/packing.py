@@ -13,13 +13,13 @@ level and their consumers a higher one, so there is no cycle.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import tensorflow as tf
 
 from towerstrategy.sharding import relays
-from towerstrategy.sharding.builder import Builder, Crossings, Node, Ref
+from towerstrategy.sharding.builder import Builder, Crossings, Ref
 from towerstrategy.sharding.towers import Towers
 
 LARGEST = 2**16  # bytes; copying a larger tensor costs more than a transfer of its own
@@ -54,7 +54,7 @@ def pack(builder: Builder) -> None:
     crossings = builder.crossings(
         ref for ref, shape in builder.shapes.items() if _is_small(ref, shape))
     groups: dict[_Group, list[Ref]] = {}
-    levels = _levels(builder.nodes)
+    levels = builder.levels()
     for ref, consumers in crossings.items():
         group = _Group(levels[ref.node], builder.device(ref), tuple(sorted(consumers)), ref.dtype,
                        builder.shapes[ref])
@@ -67,20 +67,6 @@ def pack(builder: Builder) -> None:
 def _is_small(ref: Ref, shape: Sequence[int]) -> bool:
     """Whether a tensor may be packed: not integers, which are shapes that stay on the host."""
     return ref.dtype.is_floating and 0 < ref.dtype.size * math.prod(shape) <= LARGEST
-
-
-def _levels(nodes: Mapping[str, Node]) -> dict[str, int]:
-    """The level of each node: the largest number of transfers on a path to it."""
-    levels: dict[str, int] = {}
-    for name, node in nodes.items():
-        level = 0
-        for text in node.input:
-            before = text if text in levels else text.lstrip("^").partition(":")[0]
-            if before in nodes:
-                crosses = node.device and nodes[before].device not in ("", node.device)
-                level = max(level, levels.get(before, 0) + bool(crosses))
-        levels[name] = level
-    return levels
 
 
 def _pack(builder: Builder, group: _Group, refs: Sequence[Ref], crossings: Crossings) -> None:
