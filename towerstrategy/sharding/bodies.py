@@ -160,7 +160,7 @@ class Body:
             returned = [tf.identity(other) for other in extra_inputs] if returns_extras else []
         self.graph.inputs = [*self._inputs, *extra_inputs]
         self.graph.outputs = [*outputs, *returned]
-        self.graph.control_outputs = [self._builder.operation(name)
+        self.graph.control_outputs = [self._builder.operations[name]
                                       for name in dict.fromkeys(self._effects)]
 
 

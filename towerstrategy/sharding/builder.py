@@ -53,6 +53,7 @@ class Builder:
 
     Attributes:
       nodes: name -> node, each after the nodes that it needs.
+      operations: the name of a node -> its operation, after :meth:`finish`.
       shapes: the static shapes of outputs that :meth:`note_shape` was told.
       rows: the static shapes of outputs that hold towers' rows, and the number of positions per
         row; noted if :mod:`relays` needs them.
@@ -66,7 +67,7 @@ class Builder:
         self._constants: dict[tuple[Any, ...], Ref] = {}
         self._reusable: dict[Any, tuple[list[Ref], str]] = {}
         self._types: dict[tuple[Any, ...], tuple[bytes, list[tf.DType]]] = {}
-        self._operations: dict[str, tf.Operation] = {}
+        self.operations: dict[str, tf.Operation] = {}
         self.shapes: dict[Ref, tuple[int, ...]] = {}
         self.rows: dict[Ref, tuple[tf.TensorShape, int]] = {}
 
@@ -142,7 +143,7 @@ class Builder:
                  if (text := Ref(*key, tensor.dtype).input) in used}
         with self.graph.as_default(), tf.device(None):
             imported = tf.graph_util.import_graph_def(graph_def, outer, list(self.nodes), name="")
-        self._operations = dict(zip(self.nodes, imported))
+        self.operations = dict(zip(self.nodes, imported))
 
     def call_all(self, name: str, outputs: Mapping[Ref, tf.Tensor], effects: Iterable[str]) -> None:
         """Makes a function of the collected nodes and calls it; instead of :meth:`finish`.
@@ -156,7 +157,7 @@ class Builder:
                     if (ref.node, ref.output) not in self._outer}
         call = _tf.call_nodes(self.graph, name, self.nodes, self._outer, {
             ref.input: like for ref, like in returned.items()}, effects)
-        self._operations = dict.fromkeys(effects, call)
+        self.operations = dict.fromkeys(effects, call)
         self._outer.update(((ref.node, ref.output), tensor)
                            for ref, tensor in zip(returned, call.outputs))
 
@@ -202,23 +203,14 @@ class Builder:
         """The tensor of ``ref``; after :meth:`finish`."""
         if (ref.node, ref.output) in self._outer:
             return self._outer[ref.node, ref.output]
-        return self._operations[ref.node].outputs[ref.output]
+        return self.operations[ref.node].outputs[ref.output]
 
     def names_by_scope(self, scopes: Iterable[str]) -> list[list[str]]:
         """The names of each outermost scope's operations; after :meth:`finish`."""
         found: dict[str, list[str]] = {scope: [] for scope in scopes}
-        for node, operation in self._operations.items():
+        for node, operation in self.operations.items():
             found.get(node[:node.find("/") + 1], []).append(operation.name)
         return list(found.values())
-
-    @property
-    def operations(self) -> Iterable[tf.Operation]:
-        """All imported operations; after :meth:`finish`."""
-        return self._operations.values()
-
-    def operation(self, name: str) -> tf.Operation:
-        """The operation of a node; after :meth:`finish`."""
-        return self._operations[name]
 
     def _add(self, name: str, type: str, inputs: Sequence[Ref], device: str, attributes: bytes,
              dtypes: Sequence[tf.DType], controls: Iterable[str] = (), scope: str = "",

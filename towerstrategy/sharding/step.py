@@ -126,11 +126,11 @@ def finished(strategy: Any, partition: Partition, outputs: Iterable[tuple[Ref, t
     else:
         builder.finish()
     if extended.modes.compiles:
-        extended.xla.mark(builder.graph, builder.operations)
+        extended.xla.mark(builder.graph, builder.operations.values())
     if extended.placement.micro_batches > 1:
         extended.stages.put_in_order(builder.graph, builder.names_by_scope(towers.scopes),
                                      [builder.tensor(ref) for ref, _ in outputs])
-    must_run = list(map(builder.operation, effects))
+    must_run = list(map(builder.operations.__getitem__, effects))
     with tf.control_dependencies(must_run):
         return [_returned(builder, ref, traced, extended.merge_device)
                 for ref, traced in outputs], must_run

@@ -7,6 +7,7 @@ sums over the towers.
 
 from __future__ import annotations
 
+import collections
 import copy
 import functools
 from collections.abc import Callable, Sequence
@@ -67,6 +68,7 @@ class Towers:
     Attributes:
       stage: the stage of all nodes that are made here; None if unknown.
       devices: the towers' devices of that stage; of the first stage if it is unknown.
+      crossings: how often tensors are redistributed, by kind.
     """
 
     stage: int | None = None
@@ -89,7 +91,7 @@ class Towers:
         self.detours = relays.detours(self.places, peers.reached() if self.places else {})
         self._counts = counts
         self.cache: dict[Any, Ref] = {}
-        self.crossings: dict[str, int] = {}
+        self.crossings: collections.Counter[str] = collections.Counter()
         self._stages: dict[int | None, Towers] = {}
 
     def __len__(self) -> int:
@@ -140,10 +142,6 @@ class Towers:
     def number(self, value: Any, dtype: tf.DType = tf.int64) -> Ref:
         """A constant on the host."""
         return self.builder.constant(value, dtype, self.host)
-
-    def note(self, kind: str) -> None:
-        """Counts a redistribution."""
-        self.crossings[kind] = self.crossings.get(kind, 0) + 1
 
     @cached
     def count(self, tower: int, dtype: tf.DType = tf.int64, batch: str = "") -> Ref:

@@ -212,7 +212,7 @@ class Value:
         if isinstance(self.spec, Sharded):
             if not in_one_piece(self.spec):
                 return self._merged_pieces(self.spec, device)
-            towers.note("gather")
+            towers.crossings["gather"] += 1
             if len(parts) > 1:
                 axis = towers.builder.constant(self.spec.dim, tf.int32, device)
                 whole = towers.builder.make("ConcatV2", [*parts, axis], device, "merge/ConcatV2",
@@ -220,7 +220,7 @@ class Value:
             shape = opened(self.shape, self.spec.dim)
             return towers.across.cross("gather", whole, device, shape, self.spec.dim)
         assert isinstance(self.spec, Partial), self.spec
-        towers.note("reduce")
+        towers.crossings["reduce"] += 1
         if self.spec == MEAN:
             parts = [towers.on(tower, "MulNoNan", part, towers.share(tower, part.dtype))
                      for tower, part in enumerate(parts)]
@@ -280,7 +280,7 @@ class Value:
             return Value(towers, wanted, self.shape, self.whole)
         if wanted.start and self.shape[wanted.dim] == 0:
             return Value(towers, wanted.given, self.shape, self.whole, self.part)
-        towers.note("cut")
+        towers.crossings["cut"] += 1
 
         def part(tower: int) -> Ref:
             if towers.replicas == 1:
