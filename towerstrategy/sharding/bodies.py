@@ -21,7 +21,7 @@ from towerstrategy.sharding.builder import Builder, Ref
 from towerstrategy.sharding.layout import Layout, function_attributes
 from towerstrategy.sharding.rules.registry import Op
 from towerstrategy.sharding.spec import PARTED, REPLICATED, Replicated, Sharded, Spec
-from towerstrategy.sharding.towers import OfAll, Towers
+from towerstrategy.sharding.towers import Towers
 from towerstrategy.sharding.values import Value
 
 
@@ -60,7 +60,8 @@ class Body:
         towers = self.towers = Towers(
             builder, self._outer.stage_devices, self._outer.merge, self._outer.host,
             self._outer.scopes, self._count, self._outer.on_cpu, self._outer.draws_rows, across,
-            self._outer.spare, self._of_all()).at(self._outer.stage)
+            self._outer.spare, self._outer.first if self._outer.is_alone else None
+        ).at(self._outer.stage)
         placeholders: list[tf.Tensor] = []
         inputs = []
 
@@ -95,29 +96,18 @@ class Body:
             return self._extra(("on", tower, key), Extra(placeholder, lambda: towers.brought(
                 outer.part(tower), towers.devices[tower])))
 
-        if towers.of_all:  # what a tower by itself makes once is on the tower, too
+        if towers.is_alone:  # what a tower by itself makes once is on the tower, too
             whole = functools.partial(part, 0)
         return Value(self.towers, REPLICATED, like.shape, whole, part, outer.device)
 
-    def _count(self, tower: int | None, dtype: tf.DType, batch: str) -> Ref:
-        if tower is not None:
-            return self._number(tower, functools.partial(self._outer.count, tower), dtype, batch)
-        return self._extra(("counts", batch), Extra(
-            lambda: tf.compat.v1.placeholder(dtype, [self._outer.replicas]),
-            functools.partial(self._outer.counts, batch)))
-
-    def _of_all(self) -> OfAll | None:
-        """What a tower by itself knows of all towers, as arguments."""
-        known = self._outer.of_all
-        return known and OfAll(known.number,
-                               functools.partial(self._number, "rows", known.rows),
-                               functools.partial(self._number, "earlier", known.earlier))
-
-    def _number(self, name: Any, outer: Callable[[tf.DType, str], Ref], dtype: tf.DType,
-                batch: str) -> Ref:
-        """A number of rows, as an argument."""
+    def _count(self, name: Any, dtype: tf.DType, batch: str) -> Ref:
+        """A number of rows, or each tower's, as an argument."""
+        outer = self._outer
+        make = {"each": outer.counts, "total": outer.total, "earlier": outer.earlier}.get(
+            name, functools.partial(outer.count, name))
         return self._extra((name, dtype, batch), Extra(
-            lambda: tf.compat.v1.placeholder(dtype, []), functools.partial(outer, dtype, batch)))
+            lambda: tf.compat.v1.placeholder(dtype, [outer.replicas] if name == "each" else []),
+            functools.partial(make, dtype, batch)))
 
     def _outside(self, tensor: tf.Tensor) -> Ref:
         """A tensor of the step's graph, such as a collective operation's key, as an argument."""

@@ -216,7 +216,7 @@ class Partition:
                    controls: list[str], towers: Towers) -> list[Value]:
         """The outputs of an operation that runs on each tower."""
         rows = None
-        if plan.padded and (towers.replicas > 1 or towers.of_all):
+        if plan.padded and (towers.replicas > 1 or towers.is_alone):
             values, rows = padding.padded(values, plan.ones)
         if plan.sizes is not None:
             values = [*values[:-1], values[-1].as_constant(plan.sizes, operation.inputs[-1].dtype)]

@@ -238,10 +238,10 @@ class _Inputs:
                 for leaf, spec in zip(self.tensors, self.specs)]
         return [*args, *(captured(towers, outer, inner.shape) for outer, inner in traced.captures)]
 
-    def count(self, towers: Towers, tower: int | None, batch: str) -> Ref | None:
-        """A tower's number of rows; for None the numbers of all workers' towers, if known."""
+    def count(self, towers: Towers, tower: Any, batch: str) -> Ref | None:
+        """A tower's number of rows; for "each" the numbers of all workers' towers, if known."""
         builder, first = towers.builder, self._first[batch]
-        if tower is None:
+        if tower == "each":
             return None if first.counts is None else builder.take(first.counts)
         part = first.parts[tower]
         if part.shape[0] is not None:
@@ -299,7 +299,7 @@ class _Whole(_Component):
 
 
 def towers_of(strategy: Any, graph: tf.Graph,
-              counts: Callable[[int | None, tf.DType, str], Ref | None]) -> Towers:
+              counts: Callable[[int | str, tf.DType, str], Any]) -> Towers:
     """The strategy's towers, for nodes of ``graph``; ``counts`` as for :class:`Towers`."""
     placement, builder = strategy.extended.placement, Builder(graph)
     stage_devices = [[_full(device) for device in placement.row(tower)]

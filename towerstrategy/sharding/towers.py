@@ -11,7 +11,7 @@ import collections
 import copy
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import tensorflow as tf
 
@@ -39,14 +39,6 @@ def cached(make: _Method) -> _Method:
     return made_once  # type: ignore[return-value]
 
 
-class OfAll(NamedTuple):
-    """What a tower by itself knows of all towers."""
-
-    number: int  # its number among them
-    rows: Callable[[tf.DType, str], Ref]  # a batch's number of rows
-    earlier: Callable[[tf.DType, str], Ref]  # the number of rows before its own
-
-
 class Towers:
     """The towers that a step is partitioned over, and their rows of the batch.
 
@@ -57,13 +49,14 @@ class Towers:
       host: the CPU that holds the numbers of rows; kernels take shapes from its memory.
       scopes: the name scope of each tower's nodes, with a "/" at the end.
       counts: returns a tower's number of rows of a batch, by name, an integer scalar, if it can of
-        the given dtype; for None instead of a tower the numbers of all workers' towers, an int64
-        vector, or None if they are unknown.
+        the given dtype; for "each" instead of a tower the numbers of all workers' towers, an int64
+        vector, or None if they are unknown; for a tower by itself also "total", the batch's number
+        of rows, and "earlier", that of the rows before its own.
       on_cpu: whether the towers are CPUs, which make their shapes themselves.
       draws_rows: whether a tower draws its rows of one device's random numbers, or its own numbers.
       across: the values that cross workers, each of which has towers; None with one worker.
       spare: the device for large tensors that are made once and for no variable; "" for ``merge``.
-      of_all: for a tower by itself.
+      number: of a tower by itself: its number among all towers.
 
     Attributes:
       stage: the stage of all nodes that are made here; None if unknown.
@@ -75,14 +68,14 @@ class Towers:
 
     def __init__(self, builder: Builder, stage_devices: Sequence[Sequence[str]], merge: str,
                  host: str, scopes: Sequence[str],
-                 counts: Callable[[int | None, tf.DType, str], Ref | None],
+                 counts: Callable[[int | str, tf.DType, str], Any],
                  on_cpu: bool = False, draws_rows: bool = True,
                  across: Across | None = None, spare: str = "",
-                 of_all: OfAll | None = None) -> None:
-        self.spare, self.of_all = spare, of_all
+                 number: int | None = None) -> None:
+        self.spare, self.is_alone = spare, number is not None
         self.across = across or Across(None, builder.graph, builder, builder.take)
         workers = self.across.workers
-        self.first = of_all.number if of_all else workers.first if workers else 0
+        self.first = number or (workers.first if workers else 0)
         self.replicas = len(stage_devices) if workers is None else workers.replicas
         self.builder, self.merge, self.host = builder, merge, host
         self.stage_devices, self.devices = stage_devices, [row[0] for row in stage_devices]
@@ -107,12 +100,12 @@ class Towers:
 
     def alone(self, tower: int) -> Towers:
         """A tower by itself, which knows how many rows the batch has, and those before its own."""
+        make: dict[Any, Any] = {
+            0: functools.partial(self.count, tower), "total": self.total,
+            "earlier": functools.partial(self.offset, tower)}
         return Towers(self.builder, [self.stage_devices[tower]], self.devices[tower], self.host,
-                      [self.scopes[tower]],
-                      lambda each, *key: None if each is None else self.count(tower, *key),
-                      self.on_cpu, self.draws_rows, of_all=OfAll(
-                          self.first + tower, self.total, functools.partial(self.offset, tower))
-                      ).at(self.stage)
+                      [self.scopes[tower]], lambda name, *key: make[name](*key), self.on_cpu,
+                      self.draws_rows, number=self.first + tower).at(self.stage)
 
     def brought(self, ref: Ref, device: str) -> Ref:
         """A tensor for a loop, made on the device (if not "") where its iterations use it.
@@ -122,7 +115,7 @@ class Towers:
         """
         if ref.dtype in (tf.resource, tf.string) or device in ("", self.builder.device(ref)):
             return ref
-        scope = self.scopes[0] if self.of_all else "merge/"
+        scope = self.scopes[0] if self.is_alone else "merge/"
         return self.builder.make("Identity", [ref], device, f"{scope}Identity")
 
     def stage_on(self, device: str) -> int | None:
@@ -146,18 +139,16 @@ class Towers:
     @cached
     def count(self, tower: int, dtype: tf.DType = tf.int64, batch: str = "") -> Ref:
         """A tower's number of rows of a batch."""
-        count = self._counts(tower, dtype, batch)
-        assert count is not None
+        count: Ref = self._counts(tower, dtype, batch)
         if count.dtype == dtype:
             return count
         return self.on_host("Cast", self.count(tower, tf.int64, batch), DstT=dtype)
 
     @cached
-    def counts(self, batch: str = "") -> Ref:
+    def counts(self, dtype: tf.DType = tf.int64, batch: str = "") -> Ref:
         """The number of rows of each tower of all workers, a vector."""
-        counts = self._counts(None, tf.int64, batch)
-        return counts if counts is not None else self.of_all_workers(
-            [self.count(tower, tf.int64, batch) for tower in range(len(self))])
+        return self._counts("each", dtype, batch) or self.of_all_workers(
+            [self.count(tower, dtype, batch) for tower in range(len(self))])
 
     def of_all_workers(self, numbers: Sequence[Ref]) -> Ref:
         """A vector with a number for each tower of all workers; ``numbers`` are these towers'."""
@@ -169,10 +160,10 @@ class Towers:
     @cached
     def total(self, dtype: tf.DType = tf.int64, batch: str = "") -> Ref:
         """A batch's number of rows."""
-        if self.of_all is not None:
-            return self.of_all.rows(dtype, batch)
+        if self.is_alone:
+            return self._counts("total", dtype, batch)
         if self.across.workers is not None:
-            return self._sum_of_first(self.counts(batch), self.replicas, dtype)
+            return self._sum_of_first(self.counts(tf.int64, batch), self.replicas, dtype)
         return self.add_up([self.count(tower, dtype, batch) for tower in range(len(self))],
                            self.host)
 
@@ -201,11 +192,11 @@ class Towers:
     @cached
     def earlier(self, dtype: tf.DType = tf.int64, batch: str = "") -> Ref:
         """The number of rows before the first of these towers: of all workers before this one."""
-        if self.of_all is not None:
-            return self.of_all.earlier(dtype, batch)
+        if self.is_alone:
+            return self._counts("earlier", dtype, batch)
         if self.across.workers is None:
             return self.number(0, dtype)
-        return self._sum_of_first(self.counts(batch), self.first, dtype)
+        return self._sum_of_first(self.counts(tf.int64, batch), self.first, dtype)
 
     def _sum_of_first(self, vector: Ref, count: int, dtype: tf.DType) -> Ref:
         """The sum of the first ``count`` entries of a vector."""

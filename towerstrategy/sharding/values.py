@@ -204,7 +204,7 @@ class Value:
     def _merged(self) -> Ref:
         """The whole tensor: the sum, concatenation or other reduction of the towers' parts."""
         towers, parts = self.towers, self.parts()
-        if isinstance(self.spec, Size) and (towers.replicas > 1 or towers.of_all):
+        if isinstance(self.spec, Size) and (towers.replicas > 1 or towers.is_alone):
             return self._total_size(parts, self.spec)
         if towers.replicas == 1 or self.spec == PER_TOWER:
             return parts[0]
@@ -269,7 +269,7 @@ class Value:
         """The whole batch's size: one entry is the sum over the towers; other entries agree."""
         towers, dtype = self.towers, parts[0].dtype
         total = towers.add_up(parts, towers.host, self.shape) \
-            if not towers.of_all or not has_known_rows(spec) else towers.size(spec, dtype)
+            if not towers.is_alone or not has_known_rows(spec) else towers.size(spec, dtype)
         return total if self.shape.rank == 0 else towers.with_entry(parts[0], spec.at, total)
 
     def _cut(self, wanted: Sharded, has_rows: bool = False) -> Value:
