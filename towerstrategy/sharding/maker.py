@@ -139,7 +139,7 @@ class Maker:
         tensor, and an XLA cluster need not return it from the GPU.
         """
         towers, spec = self.towers, self.inputs[index].spec
-        sizes, device = sizes_of(self.op.inputs[index]), towers.shape_device(tower, dtype)
+        sizes, device = sizes_of(self.op.inputs[index]), towers.shapes_on(tower, dtype)
         dim = spec.dim if isinstance(spec, Sharded) else None
         if sizes is None or None in [size for at, size in enumerate(sizes) if at != dim] \
                 or isinstance(spec, Sharded) and not has_known_rows(spec):

@@ -185,10 +185,6 @@ class Towers:
         return number if factor == 1 else self.on_host(
             "Mul", number, self.number(factor, number.dtype))
 
-    def share(self, tower: int, dtype: tf.DType) -> Ref:
-        """A tower's number of rows over the batch's; 0 for a batch without rows."""
-        return self.on_host("DivNoNan", self.count(tower, dtype), self.total(dtype))
-
     @cached
     def earlier(self, dtype: tf.DType = tf.int64, batch: str = "") -> Ref:
         """The number of rows before the first of these towers: of all workers before this one."""
@@ -222,22 +218,19 @@ class Towers:
         """Whether towers send small tensors to each other, rather than to one that merges them."""
         return not self.on_cpu and self.across.workers is None and len(self) <= MOST_TO_EXCHANGE
 
-    def shapes_on(self, tower: int) -> str:
-        """The device that makes a tower's shapes: the tower if it is a CPU, else the host."""
-        return self.devices[tower] if self.on_cpu else self.host
+    def shapes_on(self, tower: int, dtype: tf.DType | None = None) -> str:
+        """The device that makes a tower's shapes, or packs numbers of this dtype into them.
 
-    def shape_device(self, tower: int, dtype: tf.DType) -> str:
-        """The device that packs numbers into a shape for a tower.
-
-        int32 on the tower: GPU kernels keep it in the host's memory, while TensorFlow's layout
-        optimizer takes shapes that the host made to the GPU and back, to permute them.
+        It is the tower if it is a CPU, else the host.  int32 is packed on the tower: GPU kernels
+        keep it in the host's memory, while TensorFlow's layout optimizer takes shapes that the host
+        made to the GPU and back, to permute them.
         """
-        return self.devices[tower] if dtype == tf.int32 else self.shapes_on(tower)
+        return self.devices[tower] if self.on_cpu or dtype == tf.int32 else self.host
 
     @cached
     def vector(self, tower: int, number: Ref, at: int, length: int, other: int) -> Ref:
         """A vector for a tower: ``number`` at index ``at``, ``other`` at all other indices."""
-        device = self.shape_device(tower, number.dtype)
+        device = self.shapes_on(tower, number.dtype)
         rest = self.builder.constant(other, number.dtype, device)
         return self.builder.make("Pack", [number if place == at else rest
                                           for place in range(length)], device,
@@ -262,21 +255,18 @@ class Towers:
     def add_up_here(self, parts: Sequence[Ref], device: str, shape: tf.TensorShape | None = None,
                     dtype: tf.DType | None = None) -> Ref:
         """The sum over this worker's towers, cast to ``dtype`` if given."""
-        parts = relays.summed_in_halves(self.builder, self.places, parts, device, shape)
-        total = self._sum_of_parts(parts, device)
         dtype = dtype or parts[0].dtype
-        return total if total.dtype == dtype else self.builder.make(
-            "Cast", [total], device, DstT=dtype)
-
-    def _sum_of_parts(self, parts: Sequence[Ref], device: str) -> Ref:
+        parts = relays.summed_in_halves(self.builder, self.places, parts, device, shape)
         if len(parts) == len(self.devices):  # add up the micro-batches of a device there, in turn
             by_device: dict[str, Ref] = {}
             for part, source in zip(parts, self.devices):
                 by_device[source] = part if source not in by_device else self.builder.make(
                     "AddV2", [by_device[source], part], source, "merge/AddV2")
             parts = list(by_device.values())
-        if len(parts) == 1:
-            return parts[0]
-        if parts[0].dtype in (tf.float16, tf.bfloat16):  # cross as halves; only the sum is rounded
-            parts = [self.builder.make("Cast", [part], device, DstT=tf.float32) for part in parts]
-        return self.builder.make("AddN", parts, device, "merge/AddN")
+        if len(parts) > 1:
+            if parts[0].dtype in (tf.float16, tf.bfloat16):  # only the sum is rounded
+                parts = [self.builder.make("Cast", [part], device, DstT=tf.float32)
+                         for part in parts]
+            parts = [self.builder.make("AddN", parts, device, "merge/AddN")]
+        return parts[0] if parts[0].dtype == dtype else self.builder.make(
+            "Cast", parts, device, DstT=dtype)

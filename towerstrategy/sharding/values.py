@@ -222,8 +222,9 @@ class Value:
         assert isinstance(self.spec, Partial), self.spec
         towers.crossings["reduce"] += 1
         if self.spec == MEAN:
-            parts = [towers.on(tower, "MulNoNan", part, towers.share(tower, part.dtype))
-                     for tower, part in enumerate(parts)]
+            parts = [towers.on(tower, "MulNoNan", part, towers.on_host(
+                "DivNoNan", towers.count(tower, part.dtype), towers.total(part.dtype)))
+                for tower, part in enumerate(parts)]
         if self.spec in (MEAN, SUM):
             return towers.add_up(parts, device, self.shape)
         for part in parts[1:]:
