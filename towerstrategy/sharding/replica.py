@@ -11,6 +11,7 @@ operations run once, and so do those of sync points, which get a tower's tensor 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -40,9 +41,9 @@ class PerTowerTensors:
     def __init__(self, graph: Any, count: int, filled: Sequence[Any]) -> None:
         self.graph, self._count, self._filled = graph, count, filled
         self._inputs: dict[str, Sequence[Any]] = {}  # placeholder -> each tower's outer value
-        self._scatters: set[str] = set()  # operations whose output on tower r is input r
-        self._picks: dict[str, int] = {}  # operation -> the tower whose tensor it returns
-        self._sums: set[str] = set()  # operations that return the sum over towers
+        self._plans: dict[str, Plan] = {}  # operations made here -> how they run
+        self._scatters: set[str] = set()  # those whose output on tower r is input r
+        self._sums: set[str] = set()  # those that return the sum over towers
         self._sync_ops: set[str] = set()  # operations of sync points
         self._captures: dict[str, Any] = {}  # placeholder -> outer tensor of all towers
         self._stretch_start = 0  # number of operations before the current stretch of tower 0's
@@ -53,6 +54,8 @@ class PerTowerTensors:
             if any(tf.is_symbolic_tensor(value) and value.graph is self.graph for value in values):
                 first = tf.raw_ops.Merge(inputs=list(values)).output
                 self._scatters.add(first.op.name)
+                self._plans[first.op.name] = Plan([REPLICATED] * len(values), [PER_TOWER], make=(
+                    lambda maker: [[value.whole() for value in maker.inputs]]))
             else:
                 first = tf.compat.v1.placeholder(tf.as_dtype(values[0].dtype), shape)
                 self._inputs[first.op.name] = list(values)
@@ -103,7 +106,8 @@ class PerTowerTensors:
             return tensor
         picked = tf.identity(tensor)
         _tf.copy_handle_data(tensor, picked)
-        self._picks[picked.op.name] = tower
+        self._plans[picked.op.name] = Plan([PER_TOWER], [REPLICATED], once=True, whole=(
+            lambda maker: [maker.part(0, tower)]))
         return picked
 
     def total(self, tensor: tf.Tensor, device: str) -> tf.Tensor:
@@ -112,6 +116,7 @@ class PerTowerTensors:
         with _tf.not_recorded(), tf.device(device):
             summed = tf.identity(tensor) if half is None else tf.cast(half, tensor.dtype)
         self._sums.add(summed.op.name)
+        self._plans[summed.op.name] = Plan([PER_TOWER], [REPLICATED], once=True, whole=self._sum)
         self._sync_ops.add(summed.op.name)
         return summed
 
@@ -137,15 +142,8 @@ class PerTowerTensors:
 
         def plan_of(operation: Op) -> Plan:
             specs = layout.inputs_of(operation)
-            if operation.name in self._scatters:
-                return Plan(specs, [PER_TOWER], make=lambda maker: [
-                    [value.whole() for value in maker.inputs]])
-            if operation.name in self._picks:
-                tower = self._picks[operation.name]
-                return Plan(specs, [REPLICATED], once=True,
-                            whole=lambda maker: [maker.part(0, tower)])
-            if operation.name in self._sums and specs != [SUM]:
-                return Plan(specs, [REPLICATED], once=True, whole=self._sum)
+            if operation.name in self._plans and specs != [SUM]:
+                return self._plans[operation.name]
             if operation.name in self._sync_ops:  # tower 0's tensor counts for all
                 return propagate.once(layout, operation) if specs.count(REPLICATED) == len(specs) \
                     else registry.once(operation)
@@ -156,15 +154,11 @@ class PerTowerTensors:
 
     def inputs(self, towers: Towers) -> list[Value]:
         """The value of each input of the layout."""
-        return [self._input(towers, tensor) for tensor in self.graph.inputs]
-
-    def _input(self, towers: Towers, tensor: tf.Tensor) -> Value:
-        outer = self._captures.get(tensor.name)
-        if outer is not None:
-            return captured(towers, outer, tensor.shape)
-        by_tower = self._inputs[tensor.op.name]
-        return Value(towers, PER_TOWER, tensor.shape, None, lambda tower: _outer(
-            towers, tower, by_tower[tower], tensor.dtype))
+        return [captured(towers, self._captures[tensor.name], tensor.shape)
+                if tensor.name in self._captures else Value(
+                    towers, PER_TOWER, tensor.shape, None, functools.partial(
+                        _outer, towers, self._inputs[tensor.op.name], tensor.dtype))
+                for tensor in self.graph.inputs]
 
     def _sum(self, maker: Maker) -> list[Ref]:
         """The sum of an operation's input over the towers that have rows."""
@@ -177,13 +171,13 @@ class PerTowerTensors:
         filled = self._filled[tower] if self._filled else True
         if not tf.is_tensor(filled) and filled:
             return part
-        return towers.on(tower, "SelectV2", _outer(towers, tower, filled, tf.bool), part,
+        return towers.on(tower, "SelectV2", _outer(towers, self._filled, tf.bool, tower), part,
                          towers.on(tower, "ZerosLike", part))
 
 
-def _outer(towers: Towers, tower: int, value: Any, dtype: tf.DType) -> Ref:
-    """A reference on a tower to an outer tensor, or to a constant."""
-    build = towers.builder
+def _outer(towers: Towers, values: Sequence[Any], dtype: tf.DType, tower: int) -> Ref:
+    """A tower's outer tensor, or constant, among all towers' ``values``."""
+    build, value = towers.builder, values[tower]
     return build.take(build.graph.capture(value)) if tf.is_tensor(value) else build.constant(
         value, dtype, towers.devices[tower])
 
