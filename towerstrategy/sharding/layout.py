@@ -172,7 +172,8 @@ def _is_only_read(layout: Layout, name: str) -> bool:
     """Whether operations read a variable by itself, also in called functions and in loops."""
     for operation in layout.order:
         places = [at for at, each in enumerate(operation.input_names) if each == name]
-        for at in () if operation.reads_variable else places:
+        is_read = operation.only_reads and len(operation.inputs) == len(operation.outputs) == 1
+        for at in () if is_read else places:
             plan = layout.plans[operation.name]
             if not isinstance(plan, Nested) or operation.type in BRANCHES or not (
                     at in plan.only_read and _is_only_read(layout, operation.output_names[at])

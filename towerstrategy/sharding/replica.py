@@ -96,7 +96,7 @@ class PerTowerTensors:
             return False
         if operation.name in self._scatters or operation.name in self._inputs:
             return True
-        if replica_plans.only_reads(operation):
+        if Op(operation).only_reads:
             return any(map(self.differs, operation.inputs))
         return operation.type != "Placeholder" and operation.name not in self._sync_ops
 

@@ -68,7 +68,7 @@ class Plans:
             if rows is not None:
                 return rows
         if PER_TOWER not in specs and (
-                not operation.is_stateful or only_reads(operation.operation)):
+                not operation.is_stateful or operation.only_reads):
             return propagate.once(layout, operation)
         if operation.is_call and not _tf.is_compiled(operation.operation):
             inner, = states.bodies(operation.operation)
@@ -165,9 +165,3 @@ def _differs(layout: Layout) -> bool:
         if operation.is_stateful and not operation.handles and operation.type not in _tf.CALLERS:
             return True
     return False
-
-
-def only_reads(operation: tf.Operation) -> bool:
-    """Whether an operation only reads resources, so that it may run once; calls may do more."""
-    handles = [tensor for tensor in operation.inputs if tensor.dtype == tf.resource]
-    return bool(handles) and operation.type not in _tf.CALLERS and not _tf.has_effect(operation)

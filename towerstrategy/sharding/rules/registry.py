@@ -89,10 +89,9 @@ class Op:
         return self.has_effect and bool(self.handles)
 
     @property
-    def reads_variable(self) -> bool:
-        """Whether its one input is a resource that it only reads, and it has one output."""
-        return len(self.inputs) == len(self.handles) == len(self.outputs) == 1 \
-            and not self.has_effect and self.type not in _tf.CALLERS
+    def only_reads(self) -> bool:
+        """Whether all that it does to resources is to read them; calls may do more."""
+        return bool(self.handles) and not self.has_effect and self.type not in _tf.CALLERS
 
     @property
     def has_state(self) -> bool:
