@@ -145,13 +145,10 @@ class Function:
         if self._input_signature is not None:
             bound.apply_defaults()
             signature = _towers_signature(self._input_signature, bound.arguments)
-        return self._function(signature), bound.args, bound.kwargs
-
-    def _function(self, signature: tuple[Any, ...] | None) -> Any:
         key = self._any_rows if signature is None else tuple(tf.nest.flatten(signature))
         if key not in self._functions:
             self._functions[key] = tf.function(self._step_on_towers(), signature, **self._options)
-        return self._functions[key]
+        return self._functions[key], bound.args, bound.kwargs
 
     def _step_on_towers(self) -> Callable[..., Any]:
         """The function to trace, which has the same parameters and runs on the towers."""

@@ -47,34 +47,31 @@ class Partition:
 
     def __init__(self, towers: Towers, scope: str = "", once: str = homes.ONCE) -> None:
         self.towers, self._scope, self._once_scope = towers, scope, once
-        self._values: dict[str, Value] = {}
-        self._nodes: dict[str, list[str]] = {}  # operation that others wait for -> its nodes
         self._owners: dict[str, int] = {}  # node -> the tower that it belongs to
         self.effects: list[str] = []  # nodes that must run
         self.reads: list[str] = []  # nodes that read variables, which a later call may write
-        self._outer_controls: list[str] = []  # nodes that all stateful operations wait for
         self._read_before: dict[Any, Value] = {}  # what operations in loops read -> its value
-        self._homes: dict[str, str] = {}  # operation -> device, see homes.homes
-        self._sum_devices: dict[str, str] = {}  # tensor -> where it is summed or gathered
-        self._updates: set[str] = set()  # operations that only updates of variables need
         self._checks: list[str] = []  # nodes that write no variable and may fail: assertions
-        self._of_batch: set[str] = set()  # tensors made of the inputs
-        self._stages: dict[str, int] = {}
         self._order: Sequence[int] = range(len(towers))  # in which towers run an operation
 
     def run(self, layout: Layout, inputs: Iterable[Value],
             controls: Sequence[str] = (), output_devices: Iterable[str] = (),
             of_batch: Sequence[bool] = ()) -> list[Value]:
-        """Makes the nodes of a graph; returns its outputs, which ``output_devices`` need."""
+        """Makes the nodes of a graph; returns its outputs, which ``output_devices`` need.
+
+        All stateful operations wait for the nodes ``controls``.
+        """
         self._outer_controls = list(controls)
-        self._values.update(zip((tensor.name for tensor in layout.graph.inputs), inputs))
+        self._values = dict(zip((tensor.name for tensor in layout.graph.inputs), inputs))
+        # The devices of operations, and those where tensors are summed or gathered.
         self._homes, self._sum_devices = homes.homes(layout, {
             name: value.device for name, value in self._values.items() if value.device},
             self.towers.merge, output_devices)
         self._updates = homes.updates(layout)
         self._of_batch = layout.made_of(of_batch)
         self._stages = staging.stages_of(layout, self._values, self.towers)
-        self._nodes = {name: [] for operation in layout.order for name in operation.controls}
+        self._nodes: dict[str, list[str]] = {  # of operations that others wait for
+            name: [] for operation in layout.order for name in operation.controls}
         for operation in layout.order:
             self._operation(layout, operation)
         return [self._values[tensor.name] for tensor in layout.graph.outputs]

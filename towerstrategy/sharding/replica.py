@@ -193,10 +193,9 @@ def _with_spec(value: Value, spec: Spec) -> Value:
 class ReplicaPartition(Partition):
     """Makes the nodes of a replica function."""
 
-    def __init__(self, towers: Towers, scope: str = "", once: str = homes.ONCE,
-                 first: int = 0) -> None:
+    def __init__(self, towers: Towers, scope: str = "", once: str = homes.ONCE) -> None:
         super().__init__(towers, scope, once)
-        self._first = first  # the number of the first of the towers on this machine
+        self._first = 0  # the number of the first of the towers on this machine
         # The order in which towers run: the first micro-batches of all devices come first.
         micro_batches = len(towers) // len({*towers.devices})
         self._order = sorted(range(len(towers)), key=lambda tower: tower % micro_batches)
@@ -209,8 +208,8 @@ class ReplicaPartition(Partition):
         return self._once_scope  # updates have their own name scope in the trace
 
     def _inner(self, towers: Towers, scope: str = "", once: str = homes.ONCE) -> Partition:
-        inner = ReplicaPartition(towers, scope, once,
-                                 self._first + towers.first - self.towers.first)
+        inner = ReplicaPartition(towers, scope, once)
+        inner._first = self._first + towers.first - self.towers.first
         if towers.builder is self.towers.builder:  # nodes of one graph
             inner._writers, inner._readers = self._writers, self._readers
         return inner

@@ -121,10 +121,11 @@ def finished(strategy: Any, partition: Partition, outputs: Iterable[tuple[Ref, t
     builder, effects = towers.builder, list(dict.fromkeys(partition.effects))
     towers.across.finish()
     packing.finish(towers)
-    if _is_called(strategy):
-        builder.call_all(_tf.new_name(name), dict(outputs), [*effects, *partition.reads])
-    else:
+    if extended.keep_graphs or extended.modes.keeps_graph or extended.modes.compiles \
+            or extended.workers or extended.placement.micro_batches > 1 or _tf.may_be_recorded():
         builder.finish()
+    else:  # nothing needs the operations in Python
+        builder.call_all(_tf.new_name(name), dict(outputs), [*effects, *partition.reads])
     if extended.modes.compiles:
         extended.xla.mark(builder.graph, builder.operations.values())
     if extended.placement.micro_batches > 1:
@@ -134,14 +135,6 @@ def finished(strategy: Any, partition: Partition, outputs: Iterable[tuple[Ref, t
     with tf.control_dependencies(must_run):
         return [_returned(builder, ref, traced, extended.merge_device)
                 for ref, traced in outputs], must_run
-
-
-def _is_called(strategy: Any) -> bool:
-    """Whether the step becomes one function call: nothing needs its operations in Python."""
-    extended = strategy.extended
-    return not (extended.keep_graphs or extended.modes.keeps_graph or extended.modes.compiles
-                or extended.workers or extended.placement.micro_batches > 1
-                or _tf.may_be_recorded())
 
 
 def _returned(builder: Builder, ref: Ref, traced: tf.Tensor, default: str) -> tf.Tensor:

@@ -67,13 +67,9 @@ class Value:
         self.spec, self.shape, self.device, self.constant = spec, shape, device, constant
         self.towers = towers
         self._make_part = part
-        self._whole: Ref | None = None
-        self._make_whole: Callable[[], Ref] | None = None
+        self._whole = whole
         if isinstance(whole, Ref):
-            self._whole = whole
             towers.builder.note_shape(whole, shape)
-        else:
-            self._make_whole = whole
         self._parts: dict[int, Ref] = {}
         self._others: dict[Any, Value] = {}
 
@@ -91,9 +87,8 @@ class Value:
 
     def whole(self) -> Ref:
         """The whole tensor."""
-        if self._whole is None:
-            make = self._make_whole
-            self._whole = self._merged() if make is None else make()
+        if not isinstance(self._whole, Ref):
+            self._whole = self._merged() if self._whole is None else self._whole()
             self.towers.builder.note_shape(self._whole, self.shape)
         return self._whole
 
