@@ -78,12 +78,12 @@ class Layout:
     def outputs(self) -> list[Spec]:
         return [self.specs[tensor.name] for tensor in self.graph.outputs]
 
-    @property
-    def has_state(self) -> bool:
-        """Whether an operation, here or in a function body, has an effect or keeps a state."""
-        return any(operation.has_state for operation in self.order) or any(
-            layout.has_state for plan in self.plans.values() if isinstance(plan, Nested)
-            for layout in plan.layouts)
+    def with_bodies(self) -> Iterator[Layout]:
+        """The layout, and those of all function bodies in it."""
+        yield self
+        for plan in self.plans.values():
+            for layout in plan.layouts if isinstance(plan, Nested) else ():
+                yield from layout.with_bodies()
 
     def made_of(self, inputs: Sequence[bool] = ()) -> set[str]:
         """The tensors that need these inputs of the graph; by default, all but resources."""
@@ -93,15 +93,6 @@ class Layout:
             if not found.isdisjoint(operation.input_names):
                 found.update(operation.output_names)
         return found
-
-    def all_fallbacks(self) -> Iterator[tuple[Layout, Op]]:
-        """All fallbacks, in function bodies too, each with the layout that it belongs to."""
-        for operation in self.fallbacks:
-            yield self, operation
-        for plan in self.plans.values():
-            if isinstance(plan, Nested):
-                for layout in plan.layouts:
-                    yield from layout.all_fallbacks()
 
 
 def needed_in_order(graph: Any) -> list[Op]:

@@ -360,7 +360,8 @@ class Partition:
         names = [_tf.add_function(towers.builder.graph, body.graph) for body in functions]
         returned = refs if loop else functions[-1].results
         # On one device a draw may wait for the previous iteration, e.g. for its shape.
-        in_turn = loop and any(layout.has_state for layout in plan.layouts)
+        in_turn = loop and any(inner.has_state for layout in plan.layouts
+                               for each in layout.with_bodies() for inner in each.order)
         outputs, name = towers.builder.copy(
             operation, refs if loop else [values[0].whole(), *refs], towers.merge,
             f"{scope or self._once_scope_of(operation)}{self._scope}", controls,

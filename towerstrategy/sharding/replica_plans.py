@@ -157,11 +157,6 @@ def only_used_for(summed: Iterable[str], layout: Layout) -> set[str]:
 
 def _differs(layout: Layout) -> bool:
     """Whether towers differ in what a compiled function does: they draw, print or assert."""
-    for operation in layout.order:
-        plan = layout.plans[operation.name]
-        nested = plan.layouts if isinstance(plan, Nested) else ()
-        if any(map(_differs, nested)):
-            return True
-        if operation.is_stateful and not operation.handles and operation.type not in _tf.CALLERS:
-            return True
-    return False
+    return any(operation.is_stateful and not operation.handles
+               and operation.type not in _tf.CALLERS
+               for each in layout.with_bodies() for operation in each.order)

@@ -351,7 +351,8 @@ def _traced(strategy: Any, fn: Callable[..., Any], inputs: _Inputs) -> Any:
 def _report(strategy: Any, layout: Layout) -> None:
     """Notes the operations that run once, with all rows, for lack of a rule; logs new types."""
     known = strategy.extended.done_with_all_rows
-    for containing, operation in layout.all_fallbacks():
+    for containing, operation in ((each, operation) for each in layout.with_bodies()
+                                  for operation in each.fallbacks):
         if operation.type not in known:
             known[operation.type] = operation.name, sum(traffic.rows_before(
                 containing, operation).values()), _tf.line_of(operation.operation)
