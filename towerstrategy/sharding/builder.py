@@ -241,6 +241,9 @@ class Builder:
 def _signature(type: str, inputs: Sequence[Ref], attrs: dict[str, Any]) -> tuple[bytes, list[Any]]:
     """The attributes of a new node with these inputs, and the dtypes of its outputs."""
     definition, node = _tf.op_def(type), tf.compat.v1.NodeDef()
+    for attr in definition.attr:
+        if attr.HasField("default_value"):
+            node.attr[attr.name].CopyFrom(attr.default_value)
     inputs_left = list(inputs)
     for arg in definition.input_arg:
         number = 1
@@ -252,14 +255,8 @@ def _signature(type: str, inputs: Sequence[Ref], attrs: dict[str, Any]) -> tuple
         inputs_left = inputs_left[number:]
     for key, value in attrs.items():
         node.attr[key].CopyFrom(_attr(value))
-    return node.SerializeToString(), [tf.as_dtype(arg.type or (
-        node.attr[arg.type_attr].type if arg.type_attr in node.attr
-        else _default_dtype(definition, arg.type_attr))) for arg in definition.output_arg]
-
-
-def _default_dtype(definition: Any, name: str) -> int:
-    """The default of an attribute that says a dtype."""
-    return next((attr.default_value.type for attr in definition.attr if attr.name == name), 0)
+    return node.SerializeToString(deterministic=True), [
+        tf.as_dtype(arg.type or node.attr[arg.type_attr].type) for arg in definition.output_arg]
 
 
 def _attr(value: Any) -> Any:
