@@ -97,8 +97,7 @@ class Contract:
 
     def bodies(self, operation: tf.Operation) -> list[Contract]:
         """The contracts of the function bodies of a call, a branch or a loop."""
-        self.look_at([operation])
-        if operation.name not in self._bodies:  # it has no outputs
+        if operation.name not in self._bodies:  # it has no outputs, or only zeros
             self._operation(operation)
         return self._bodies[operation.name]
 

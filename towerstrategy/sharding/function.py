@@ -185,18 +185,17 @@ def _sharded_arguments(bound: Mapping[str, Any], any_rows: bool) -> dict[str, An
     sharded = [leaf for leaf in tf.nest.flatten(bound) if isinstance(leaf, sub_batches.SubBatches)]
     if not sharded:
         return dict(bound)
-    return {name: tf.nest.map_structure(functools.partial(_argument, sharded[0], any_rows), value)
-            for name, value in bound.items()}
 
+    def argument(leaf: Any) -> Any:
+        if not isinstance(leaf, sub_batches.SubBatches):
+            return leaf
+        if leaf.batch == sharded[0].batch and not _has_rows_of(leaf, sharded[0]):
+            return merging.concat(leaf.values, 0)
+        if not any_rows or leaf.open_rows:
+            return leaf
+        return sub_batches.with_open_rows(copy.copy(leaf))
 
-def _argument(first: sub_batches.SubBatches, any_rows: bool, leaf: Any) -> Any:
-    if not isinstance(leaf, sub_batches.SubBatches):
-        return leaf
-    if leaf.batch == first.batch and not _has_rows_of(leaf, first):
-        return merging.concat(leaf.values, 0)
-    if not any_rows or leaf.open_rows:
-        return leaf
-    return sub_batches.with_open_rows(copy.copy(leaf))
+    return {name: tf.nest.map_structure(argument, value) for name, value in bound.items()}
 
 
 def _has_rows_of(leaf: sub_batches.SubBatches, first: sub_batches.SubBatches) -> bool:

@@ -175,10 +175,8 @@ class _Inputs:
         self.specs: list[Spec] = [
             Sharded(0, group=leaf.group) if isinstance(leaf, _Component) else REPLICATED
             for leaf in self.tensors]
-        self._first: dict[str, _Component] = {}  # of each batch
-        for leaf in self.tensors:
-            if isinstance(leaf, _Component):
-                self._first.setdefault(leaf.group, leaf)
+        self._first = {leaf.group: leaf for leaf in reversed(self.tensors)  # of each batch
+                       if isinstance(leaf, _Component)}
 
     def _as_argument(self, leaf: Any) -> Any:
         """A component of the batch as :class:`_Component`; any other argument as it is."""
