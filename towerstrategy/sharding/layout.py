@@ -85,15 +85,6 @@ class Layout:
             for layout in plan.layouts if isinstance(plan, Nested) else ():
                 yield from layout.with_bodies()
 
-    def made_of(self, inputs: Sequence[bool] = ()) -> set[str]:
-        """The tensors that need these inputs of the graph; by default, all but resources."""
-        taken = inputs or [tensor.dtype != tf.resource for tensor in self.graph.inputs]
-        found = {tensor.name for tensor, is_taken in zip(self.graph.inputs, taken) if is_taken}
-        for operation in self.order:
-            if not found.isdisjoint(operation.input_names):
-                found.update(operation.output_names)
-        return found
-
 
 def needed_in_order(graph: Any) -> list[Op]:
     """The operations that outputs or effects need, but inputs, each after the ones that it needs.

@@ -59,7 +59,8 @@ class Partition:
             of_batch: Sequence[bool] = ()) -> list[Value]:
         """Makes the nodes of a graph; returns its outputs, which ``output_devices`` need.
 
-        All stateful operations wait for the nodes ``controls``.
+        All stateful operations wait for the nodes ``controls``.  ``of_batch`` says which inputs the
+        batch is in; by default, in all but resources.
         """
         self._outer_controls = list(controls)
         self._values = dict(zip((tensor.name for tensor in layout.graph.inputs), inputs))
@@ -68,11 +69,14 @@ class Partition:
             name: value.device for name, value in self._values.items() if value.device},
             self.towers.merge, output_devices)
         self._updates = homes.updates(layout)
-        self._of_batch = layout.made_of(of_batch)
+        taken = of_batch or [tensor.dtype != tf.resource for tensor in layout.graph.inputs]
+        self._of_batch = {name for name, is_taken in zip(self._values, taken) if is_taken}
         self._stages = staging.stages_of(layout, self._values, self.towers)
         self._nodes: dict[str, list[str]] = {  # of operations that others wait for
             name: [] for operation in layout.order for name in operation.controls}
         for operation in layout.order:
+            if not self._of_batch.isdisjoint(operation.input_names):
+                self._of_batch.update(operation.output_names)
             self._operation(layout, operation)
         return [self._values[tensor.name] for tensor in layout.graph.outputs]
 
@@ -91,7 +95,7 @@ class Partition:
                 values = list(map(Value.or_zeros, values, plan.takes, operation.inputs))
             values = [value.at(towers).as_spec(spec) for value, spec in zip(values, plan.takes)]
             if plan.once:
-                outputs = [value.as_rows(spec) for value, spec in zip(
+                outputs = [value.as_spec(spec, has_rows=True) for value, spec in zip(
                     self._run_once(operation, plan, values, controls, towers), plan.gives)]
             elif isinstance(plan, Nested) and not plan.local:
                 outputs = self._in_one_op(operation, plan, values, controls, towers)

@@ -137,18 +137,16 @@ class Value:
         """Each tower's part."""
         return [self.part(tower) for tower in range(len(self.towers))]
 
-    def as_spec(self, wanted: Spec) -> Value:
-        """The same tensor with another spec; ``joined.can_become`` says which ones are possible."""
+    def as_spec(self, wanted: Spec, has_rows: bool = False) -> Value:
+        """The same tensor with another spec; ``joined.can_become`` says which ones are possible.
+
+        ``has_rows``: it is known to have all rows, if these are to be sharded.
+        """
         if wanted is self.spec or wanted == self.spec:
             return self
-        return self.other(wanted, lambda: self._redistributed(wanted))
+        return self.other(wanted, lambda: self._redistributed(wanted, has_rows))
 
-    def as_rows(self, wanted: Spec) -> Value:
-        """:meth:`as_spec`, for a tensor that is known to have all rows if they are sharded."""
-        return self._cut(wanted, has_rows=True) if isinstance(wanted, Sharded) \
-            else self.as_spec(wanted)
-
-    def _redistributed(self, wanted: Spec) -> Value:
+    def _redistributed(self, wanted: Spec, has_rows: bool) -> Value:
         towers = self.towers
         if isinstance(self.spec, Position) and wanted == ROW:
             return Value(towers, wanted, self.shape, None, functools.partial(
@@ -161,7 +159,7 @@ class Value:
         if isinstance(wanted, Sharded):
             if isinstance(self.spec, Sharded) and wanted.given in (self.spec, self.spec.uncounted):
                 return Value(towers, wanted.given, self.shape, self.whole, self.part, self.device)
-            return self._cut(wanted)
+            return self._cut(wanted, has_rows)
         if isinstance(wanted, Partial):
             return Value(towers, wanted, self.shape, self.whole, self._first_or_zeros)
         return Value(towers, wanted, self.shape, self.whole, None, self.device,
@@ -268,7 +266,7 @@ class Value:
             if not towers.is_alone or not has_known_rows(spec) else towers.size(spec, dtype)
         return total if self.shape.rank == 0 else towers.with_entry(parts[0], spec.at, total)
 
-    def _cut(self, wanted: Sharded, has_rows: bool = False) -> Value:
+    def _cut(self, wanted: Sharded, has_rows: bool) -> Value:
         """The whole tensor as a sharded one: each tower takes its slice."""
         towers, rank = self.towers, self.shape.rank
         assert rank is not None, "cut of unknown rank"
