@@ -22,7 +22,7 @@ _READ_ONLY = auto_control_deps_utils.READ_ONLY_RESOURCE_INPUTS_ATTR
 
 
 def call_nodes(graph: tf.Graph, name: str, nodes: Mapping[str, Any],
-               inputs: Mapping[tuple[str, int], tf.Tensor], outputs: Mapping[str, tf.Tensor],
+               inputs: Mapping[str, tf.Tensor], outputs: Mapping[str, tf.Tensor],
                effects: Iterable[str]) -> tf.Operation:
     """Makes a function of nodes and calls it in ``graph``.
 
@@ -30,7 +30,7 @@ def call_nodes(graph: tf.Graph, name: str, nodes: Mapping[str, Any],
       graph: has the functions that the nodes call.
       nodes: by name, each with ``name``, ``op``, ``input``, ``device`` and ``attributes`` (a
         serialized ``NodeDef`` that has nothing else).
-      inputs: by name and output index of operations that are no nodes, the tensor of ``graph``.
+      inputs: by its name as an input of a node, each tensor of ``graph`` that the nodes take.
       outputs: by its name as an input of a node, for each result, a tensor of its type.
       effects: the names of nodes that must run.
     """
@@ -38,9 +38,9 @@ def call_nodes(graph: tf.Graph, name: str, nodes: Mapping[str, Any],
     signature = definition.signature
     signature.name, signature.is_stateful = name, True
     texts = _Texts(nodes)
-    for number, ((node, index), tensor) in enumerate(inputs.items()):
-        text = texts[f"{node}:{index}" if index else node] = f"taken_{number}"
-        signature.input_arg.add(name=text, type=tensor.dtype.as_datatype_enum)
+    for number, (text, tensor) in enumerate(inputs.items()):
+        texts[text] = f"taken_{number}"
+        signature.input_arg.add(name=texts[text], type=tensor.dtype.as_datatype_enum)
     for node in nodes.values():
         definition.node_def.add(
             name=node.name, op=node.op, input=[texts[text] for text in node.input],
@@ -116,10 +116,9 @@ def _single_outputs(type: str) -> list[str] | None:
     return None if several else [f"{argument.name}:0" for argument in arguments]
 
 
-def _read_only(nodes: Mapping[str, Any], inputs: Mapping[tuple[str, int], tf.Tensor]) -> list[int]:
+def _read_only(nodes: Mapping[str, Any], inputs: Mapping[str, tf.Tensor]) -> list[int]:
     """The numbers of the inputs that are resources and that nodes only read."""
-    resources = {f"{node}:{index}" if index else node: number
-                 for number, ((node, index), tensor) in enumerate(inputs.items())
+    resources = {text: number for number, (text, tensor) in enumerate(inputs.items())
                  if tensor.dtype == tf.resource}
     written = {text for node in nodes.values()
                if node.op not in auto_control_deps_utils.RESOURCE_READ_OPS

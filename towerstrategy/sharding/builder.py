@@ -62,7 +62,7 @@ class Builder:
     def __init__(self, graph: tf.Graph) -> None:
         self.graph = graph
         self.nodes: dict[str, Node] = {}
-        self._outer: dict[tuple[str, int], tf.Tensor] = {}
+        self._outer: dict[Ref, tf.Tensor] = {}
         self._names: dict[str, int] = {}
         self._constants: dict[tuple[Any, ...], Ref] = {}
         self._reusable: dict[Any, tuple[list[Ref], str]] = {}
@@ -73,9 +73,9 @@ class Builder:
 
     def take(self, tensor: tf.Tensor) -> Ref:
         """The reference to a tensor that is in ``graph`` already."""
-        key = (f"outside_{tensor.op.name}", tensor.value_index)
-        self._outer[key] = tensor
-        return Ref(*key, tensor.dtype)
+        ref = Ref(f"outside_{tensor.op.name}", tensor.value_index, tensor.dtype)
+        self._outer[ref] = tensor
+        return ref
 
     def copy(self, operation: Op, inputs: Sequence[Ref], device: str, scope: str = "",
              controls: Iterable[str] = (), attributes: bytes = b"",
@@ -119,8 +119,7 @@ class Builder:
 
     def note_shape(self, ref: Ref, shape: tf.TensorShape) -> None:
         """Notes the static shape of a node's output if it is fully known and of floats."""
-        if ref.dtype.is_floating and shape.is_fully_defined() \
-                and (ref.node, ref.output) not in self._outer:
+        if ref.dtype.is_floating and shape.is_fully_defined() and ref not in self._outer:
             self.shapes[ref] = tuple(shape)
 
     def identity(self, ref: Ref, device: str, name: str) -> Ref:
@@ -139,8 +138,8 @@ class Builder:
             graph_def.node.add(name=node.name, op=node.op, input=node.input,
                                device=node.device).MergeFromString(node.attributes)
         used = {text for node in self.nodes.values() for text in node.input}
-        outer = {text: tensor for key, tensor in self._outer.items()  # TensorFlow refuses others
-                 if (text := Ref(*key, tensor.dtype).input) in used}
+        outer = {ref.input: tensor for ref, tensor in self._outer.items()
+                 if ref.input in used}  # TensorFlow refuses others
         with self.graph.as_default(), tf.device(None):
             imported = tf.graph_util.import_graph_def(graph_def, outer, list(self.nodes), name="")
         self.operations = dict(zip(self.nodes, imported))
@@ -153,13 +152,12 @@ class Builder:
           outputs: its outputs, each with a tensor of the same shape.
           effects: nodes that must run.
         """
-        returned = {ref: like for ref, like in outputs.items()
-                    if (ref.node, ref.output) not in self._outer}
-        call = _tf.call_nodes(self.graph, name, self.nodes, self._outer, {
-            ref.input: like for ref, like in returned.items()}, effects)
+        returned = {ref: like for ref, like in outputs.items() if ref not in self._outer}
+        call = _tf.call_nodes(
+            self.graph, name, self.nodes, {ref.input: each for ref, each in self._outer.items()},
+            {ref.input: like for ref, like in returned.items()}, effects)
         self.operations = dict.fromkeys(effects, call)
-        self._outer.update(((ref.node, ref.output), tensor)
-                           for ref, tensor in zip(returned, call.outputs))
+        self._outer.update(zip(returned, call.outputs))
 
     def device(self, ref: Ref) -> str:
         """The device of the node of ``ref``; "" if unknown."""
@@ -201,8 +199,8 @@ class Builder:
 
     def tensor(self, ref: Ref) -> tf.Tensor:
         """The tensor of ``ref``; after :meth:`finish`."""
-        if (ref.node, ref.output) in self._outer:
-            return self._outer[ref.node, ref.output]
+        if ref in self._outer:
+            return self._outer[ref]
         return self.operations[ref.node].outputs[ref.output]
 
     def names_by_scope(self, scopes: Iterable[str]) -> list[list[str]]:
