@@ -64,7 +64,7 @@ class _Once(contexts.Call):
         """Traces ``fn`` for tower 0 in the current graph, and returns its result."""
         self._graph: Any = tf.compat.v1.get_default_graph()
         filled = self._shares.filled if self._shares.may_be_empty else ()
-        self._per_tower = replica.PerTowerTensors(self._graph, self._count, filled)
+        self._per_tower = replica.PerTowerTensors(self._graph, filled)
         context = contexts.TowerContext(self._strategy, 0, self._shares, self)
         first = self._strategy.extended.first_replica
         with _tf.as_in_caller(), context, tf.device(None), _tf.graph_seeded(first), \

@@ -33,19 +33,18 @@ from towerstrategy.sharding.values import Lazily, Value, captured, opened
 
 
 class PerTowerTensors:
-    """The tensors of a replica function's ``graph`` of which each of ``count`` towers has its own.
+    """The tensors of a replica function's ``graph`` of which each tower has its own.
 
     ``filled`` says for each tower whether it has rows; it is empty if all have.
     """
 
-    def __init__(self, graph: Any, count: int, filled: Sequence[Any]) -> None:
-        self.graph, self._count, self._filled = graph, count, filled
+    def __init__(self, graph: Any, filled: Sequence[Any]) -> None:
+        self.graph, self._filled = graph, filled
         self._inputs: dict[str, Sequence[Any]] = {}  # placeholder -> each tower's outer value
         self._plans: dict[str, Plan] = {}  # operations made here -> how they run
         self._scatters: set[str] = set()  # those whose output on tower r is input r
         self._sums: set[str] = set()  # those that return the sum over towers
         self._sync_ops: set[str] = set()  # operations of sync points
-        self._captures: dict[str, Any] = {}  # placeholder -> outer tensor of all towers
         self._stretch_start = 0  # number of operations before the current stretch of tower 0's
 
     def enter(self, values: Sequence[Any], shape: tf.TensorShape) -> tf.Tensor:
@@ -130,13 +129,12 @@ class PerTowerTensors:
           traffic: chooses whether a sum's parts cross, or the rows that they are made of.
         """
         graph = self.graph
-        self._captures = {inner.name: outer for outer, inner in (
-            *graph.captures, *_tf.captured_at_call(graph)) if inner.op.name not in self._inputs}
-        graph.inputs = [*map(graph.get_tensor_by_name, self._captures),
+        self._captures = [pair for pair in (*graph.captures, *_tf.captured_at_call(graph))
+                          if pair[1].op.name not in self._inputs]  # outer tensor, placeholder
+        graph.inputs = [*(inner for _, inner in self._captures),
                         *(graph.get_tensor_by_name(f"{name}:0") for name in self._inputs)]
         plans = replica_plans.Plans(bool(self._filled), traffic)
-        layout = Layout(graph, [PER_TOWER if tensor.op.name in self._inputs else REPLICATED
-                                for tensor in graph.inputs])
+        layout = Layout(graph, [REPLICATED] * len(self._captures) + [PER_TOWER] * len(self._inputs))
         summed = replica_plans.only_used_for((each.input_names[0] for each in layout.order
                                               if each.name in self._sums), layout)
 
@@ -154,11 +152,11 @@ class PerTowerTensors:
 
     def inputs(self, towers: Towers) -> list[Value]:
         """The value of each input of the layout."""
-        return [captured(towers, self._captures[tensor.name], tensor.shape)
-                if tensor.name in self._captures else Value(
-                    towers, PER_TOWER, tensor.shape, None, functools.partial(
-                        _outer, towers, self._inputs[tensor.op.name], tensor.dtype))
-                for tensor in self.graph.inputs]
+        own = self.graph.inputs[len(self._captures):]
+        return [*(captured(towers, outer, inner.shape) for outer, inner in self._captures),
+                *(Value(towers, PER_TOWER, tensor.shape, None, functools.partial(
+                    _outer, towers, values, tensor.dtype))
+                    for tensor, values in zip(own, self._inputs.values()))]
 
     def _sum(self, maker: Maker) -> list[Ref]:
         """The sum of an operation's input over the towers that have rows."""
