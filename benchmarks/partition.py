@@ -27,13 +27,13 @@ import tensorflow as tf
 import towerstrategy
 from benchmarks import cases, gpus, table, traffic
 from towerstrategy.batch import sub_batches
-from towerstrategy.sharding import builder, packing, partition, propagate, step as step_lib
+from towerstrategy.sharding import builder, partition, propagate, step as step_lib, towers
 
 # A part of the work -> the functions that do it.
 _PARTS: dict[str, list[tuple[Any, str]]] = {
     "trace": [(step_lib, "_traced")], "propagate": [(propagate, "propagate")],
     "emit": [(partition.Partition, "run")],
-    "function": [(packing, "finish"), (builder.Builder, "call_all")]}
+    "function": [(towers.Towers, "rewire"), (builder.Builder, "call_all")]}
 GUARD = pathlib.Path(__file__).with_name("guard.json")
 GUARDED = ("mlp", "embedding", "conv", "deep", "input")
 GUARDED_TOWERS = 4

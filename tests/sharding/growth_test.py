@@ -10,7 +10,7 @@ from absl.testing import absltest, parameterized
 
 from towerstrategy import TowerStrategy
 from towerstrategy.placement import devices as devices_lib
-from towerstrategy.sharding import relays
+from towerstrategy.sharding import transfers
 from towerstrategy.sharding.builder import Builder
 from towerstrategy.sharding.towers import Towers
 
@@ -70,12 +70,12 @@ def sum_of_micro_batches(count):
 
 def large_that_all_take(count):
     towers = towers_of(Builder(tf.Graph()), names(count))
-    large = parts_of(towers, [relays.LEAST // 4])[0]
+    large = parts_of(towers, [transfers.LEAST // 4])[0]
     for tower in range(count):
         towers.on(tower, "Neg", large)
 
     def hand_on():
-        relays.relay_tensors(towers.builder, towers.places)
+        transfers.relay_tensors(towers.builder, towers.places)
         assert "merge/half/relay" in towers.builder.nodes
 
     return hand_on

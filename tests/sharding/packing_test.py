@@ -5,7 +5,7 @@ import tensorflow as tf
 from absl.testing import absltest, parameterized
 
 from towerstrategy import TowerStrategy
-from towerstrategy.sharding import packing
+from towerstrategy.sharding import transfers
 from towerstrategy.sharding.builder import Builder, Ref
 
 TOWERS = ["CPU:1", "CPU:2", "CPU:3"]
@@ -68,7 +68,7 @@ class PackingTest(parameterized.TestCase):
         graph = tf.Graph()
         builder = Builder(graph)
         refs = chain(builder, 9, DEVICES[:2])
-        packing.pack(builder)
+        transfers.pack(builder)
         builder.finish()
         self.assertEmpty([op for op in graph.get_operations() if op.type == "Pack"])
         with tf.compat.v1.Session(graph=graph) as session:
@@ -85,7 +85,7 @@ class PackingTest(parameterized.TestCase):
             ref = builder.constant(np.full([length], number), dtype, DEVICES[0])
             builder.note_shape(ref, tf.TensorShape([length]))
             made += [builder.make("Neg", [ref], device) for device in DEVICES[1:]]
-        packing.pack(builder)
+        transfers.pack(builder)
         builder.finish()
         types = [operation.type for operation in graph.get_operations()]
         self.assertEqual(types.count("Pack"), packs)

@@ -15,7 +15,7 @@ from absl.testing import parameterized
 import towerstrategy
 import wide
 from benchmarks import gpus, on_gpus
-from towerstrategy.sharding import relays
+from towerstrategy.sharding import transfers
 
 pytestmark = pytest.mark.wide
 
@@ -49,7 +49,7 @@ def crossing(operations, group):
     for each in operations:
         for number, index in each.inputs:
             source = operations[number]
-            if source.sizes[index] >= relays.LEAST and source.device in group \
+            if source.sizes[index] >= transfers.LEAST and source.device in group \
                     and group.get(each.device, group[source.device]) != group[source.device]:
                 found.add((number, index, each.device))
     return len(found)
@@ -96,7 +96,7 @@ class RelaysTest(parameterized.TestCase):
             crosses = [(operations[number].device, each.device, operations[number].sizes[index])
                        for each in operations for number, index in each.inputs]
             found[bool(reached)] = [
-                (source, target) for source, target, size in crosses if size >= relays.LEAST
+                (source, target) for source, target, size in crosses if size >= transfers.LEAST
                 and {source, target} in ({"GPU:0", "GPU:2"}, {"GPU:1", "GPU:3"})]
         self.assertGreaterEqual(len(found[False]), 2)  # there, and the gradient back
         self.assertEmpty(found[True])
@@ -116,12 +116,12 @@ class RelaysTest(parameterized.TestCase):
         devices = {device: place for place, device in enumerate(on_gpus.towers(4))}
         known = {one + 1: frozenset(other + 1 for other in others)
                  for one, others in square(4).items()}
-        self.assertEqual(relays.detours(devices, known), {
+        self.assertEqual(transfers.detours(devices, known), {
             ("CPU:1", "CPU:3"): "CPU:2", ("CPU:2", "CPU:4"): "CPU:1",
             ("CPU:3", "CPU:1"): "CPU:2", ("CPU:4", "CPU:2"): "CPU:1"})
         numbers = frozenset(range(1, 5))
         for reached in ({}, dict.fromkeys(numbers, frozenset()), dict.fromkeys(numbers, numbers)):
-            self.assertEmpty(relays.detours(devices, reached))
+            self.assertEmpty(transfers.detours(devices, reached))
 
     def test_cpu_towers_have_one_memory(self):
         """Else CPU towers add up in two steps what costs one."""

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy.sharding import packing
 from towerstrategy.sharding.across import Across
 from towerstrategy.sharding.builder import Builder, Ref
 from towerstrategy.sharding.layout import Layout, function_attributes
@@ -144,7 +143,7 @@ class Body:
         with self.graph.as_default():
             extra_inputs = [self._placeholders[key] if key in self._placeholders
                             else extra.placeholder() for key, extra in extras.items()]
-            packing.finish(self.towers)
+            self.towers.rewire()
             self._builder.finish()
             outputs = [self._builder.tensor(ref) for ref in self._identities]
             returned = [tf.identity(other) for other in extra_inputs] if returns_extras else []

@@ -56,7 +56,7 @@ class Builder:
       operations: the name of a node -> its operation, after :meth:`finish`.
       shapes: the static shapes of outputs that :meth:`note_shape` was told.
       rows: the static shapes of outputs that hold towers' rows, and the number of positions per
-        row; noted if :mod:`relays` needs them.
+        row; noted if :mod:`transfers` needs them.
     """
 
     def __init__(self, graph: tf.Graph) -> None:

@@ -21,7 +21,7 @@ from towerstrategy import _tensorflow as _tf, contexts
 from towerstrategy.batch import rows as rows_lib
 from towerstrategy.merge import merging
 from towerstrategy.placement import scopes as scopes_lib
-from towerstrategy.sharding import packing, propagate, traffic
+from towerstrategy.sharding import propagate, traffic
 from towerstrategy.sharding.across import Across
 from towerstrategy.sharding.builder import Builder, Ref
 from towerstrategy.sharding.layout import Layout
@@ -120,7 +120,7 @@ def finished(strategy: Any, partition: Partition, outputs: Iterable[tuple[Ref, t
     towers, extended, outputs = partition.towers, strategy.extended, list(outputs)
     builder, effects = towers.builder, list(dict.fromkeys(partition.effects))
     towers.across.finish()
-    packing.finish(towers)
+    towers.rewire()
     if extended.keep_graphs or extended.modes.keeps_graph or extended.modes.compiles \
             or extended.workers or extended.placement.micro_batches > 1 or _tf.may_be_recorded():
         builder.finish()

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import tensorflow as tf
 
 from towerstrategy.placement import peers
-from towerstrategy.sharding import relays
+from towerstrategy.sharding import transfers
 from towerstrategy.sharding.across import Across
 from towerstrategy.sharding.builder import Builder, Ref
 from towerstrategy.sharding.spec import Sharded, Size, can_be_cut, parts_of
@@ -80,8 +80,8 @@ class Towers:
         self.builder, self.merge, self.host = builder, merge, host
         self.stage_devices, self.devices = stage_devices, [row[0] for row in stage_devices]
         self.scopes, self.on_cpu, self.draws_rows = scopes, on_cpu, draws_rows
-        self.places = {} if on_cpu else relays.places_of(stage_devices)
-        self.detours = relays.detours(self.places, peers.reached() if self.places else {})
+        self.places = {} if on_cpu else transfers.places_of(stage_devices)
+        self.detours = transfers.detours(self.places, peers.reached() if self.places else {})
         self._counts = counts
         self.cache: dict[Any, Ref] = {}
         self.crossings: collections.Counter[str] = collections.Counter()
@@ -256,7 +256,7 @@ class Towers:
                     dtype: tf.DType | None = None) -> Ref:
         """The sum over this worker's towers, cast to ``dtype`` if given."""
         dtype = dtype or parts[0].dtype
-        parts = relays.summed_in_halves(self.builder, self.places, parts, device, shape)
+        parts = transfers.summed_in_halves(self.builder, self.places, parts, device, shape)
         if len(parts) == len(self.devices):  # add up the micro-batches of a device there, in turn
             by_device: dict[str, Ref] = {}
             for part, source in zip(parts, self.devices):
@@ -270,3 +270,15 @@ class Towers:
             parts = [self.builder.make("AddN", parts, device, "merge/AddN")]
         return parts[0] if parts[0].dtype == dtype else self.builder.make(
             "Cast", parts, device, DstT=dtype)
+
+    def rewire(self) -> None:
+        """Packs and relays tensors among the nodes that the builder has collected.
+
+        With micro-batches or stages nothing is packed, as these must begin before others end;
+        tensors that cross machines are packed by :mod:`across`.
+        """
+        if (self.across.workers is None and len(set(self.devices)) == len(self.stage_devices)
+                and max(map(len, self.stage_devices)) == 1):
+            transfers.pack(self.builder)
+        transfers.relay_tensors(self.builder, self.places)
+        transfers.relay_rows(self.builder, self.detours)

@@ -1,14 +1,21 @@
-"""Sends large tensors between many GPUs through a relay, one GPU in the other half of them.
+"""Fewer and shorter transfers between devices: small tensors are packed, large ones relayed.
 
-Goes in: the nodes of a partitioned step, and parts of a sum.  Comes out: the same nodes, in which a
-weight that several towers of the other half take is sent to one of them, which sends it to the
-others; and parts that are added up in the other half before the sum crosses.  Each half does the
-same with its own halves.  Rows between GPUs that reach each other through the host alone go by
-a GPU that reaches both: on eight V100s, each of which has NVLinks to four others.
+Goes in: the nodes of a partitioned step, before they are imported, and parts of a sum.  Comes out:
+the same nodes, in which
 
-GPUs with neighbouring numbers share a switch or NVLinks.  The connection of the halves is slow (PCI
-Express, the host), so a tensor crosses it once.  No tower needs more memory: a relay takes the
-weight itself.
+* small tensors of one shape that cross from one device to the same others are packed at the source
+  and unpacked at the target: a model's small weights, gradients and statistics.  Each transfer has
+  a fixed cost, whatever its size;
+* a large weight that several of many GPUs take is sent once to the other half of them, to one that
+  sends it to the others; and parts are added up in the other half before the sum crosses.  Each
+  half does the same with its own halves.  GPUs with neighbouring numbers share a switch or NVLinks;
+  the connection of the halves is slow (PCI Express, the host).  No tower needs more memory: a relay
+  takes the weight itself;
+* rows between GPUs that reach each other through the host alone go by a GPU that reaches both: on
+  eight V100s, each of which has NVLinks to four others.
+
+Tensors that are packed together must not depend on each other, or the step would deadlock.  So they
+have the same level (see :meth:`Builder.levels`), and their consumers have a higher one.
 """
 
 from __future__ import annotations
@@ -16,14 +23,50 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import tensorflow as tf
 
-from towerstrategy.sharding.builder import Builder, Consumers, Node, Ref
+from towerstrategy.sharding.builder import Builder, Consumers, Crossings, Node, Ref
 
+LARGEST_PACKED = 2**16  # bytes; copying a larger tensor costs more than a transfer of its own
+FEWEST_PACKED = 3  # tensors
 LEAST = 2**20  # bytes; for a smaller tensor one more transfer costs more than a busy link
 LEAST_ROW = 2**10  # bytes of a row, as the number of rows is unknown
 FEWEST = 4  # towers
+
+
+class _Group(NamedTuple):
+    """The properties that tensors must share to be packed together."""
+
+    level: int
+    source: str
+    targets: tuple[str, ...]
+    dtype: tf.DType
+    shape: tuple[int, ...]
+
+
+def pack(builder: Builder) -> None:
+    """Packs small tensors that cross, among the nodes that ``builder`` has collected."""
+    crossings = builder.crossings(
+        ref for ref, shape in builder.shapes.items() if _is_small(ref, shape))
+    groups: dict[_Group, list[Ref]] = {}
+    levels = builder.levels()
+    for ref, consumers in crossings.items():
+        group = _Group(levels[ref.node], builder.device(ref), tuple(sorted(consumers)), ref.dtype,
+                       builder.shapes[ref])
+        groups.setdefault(group, []).append(ref)
+    for group, refs in groups.items():
+        if len(refs) >= FEWEST_PACKED:
+            _pack(builder, group, refs, crossings)
+
+
+def _pack(builder: Builder, group: _Group, refs: Sequence[Ref], crossings: Crossings) -> None:
+    packed = builder.make("Pack", refs, group.source, "merge/Pack", axis=0)
+    for device in group.targets:
+        first = builder.make("Unpack", [packed], device, "merge/Unpack", num=len(refs), axis=0)
+        for index, ref in enumerate(refs):
+            _reroute(crossings[ref][device], first._replace(output=index))
 
 
 def places_of(stage_devices: Sequence[Sequence[str]]) -> dict[str, int]:
@@ -137,6 +180,11 @@ def _halves(group: Sequence[int], place: int) -> tuple[Sequence[int], Sequence[i
 def _relay(group: Sequence[int], place: int, others: Sequence[int]) -> int:
     """The relay among ``others`` for what ``place`` sends: by number, so that each has a share."""
     return others[group.index(place) % len(others)]
+
+
+def _is_small(ref: Ref, shape: Sequence[int]) -> bool:
+    """Whether a tensor may be packed: not integers, which are shapes that stay on the host."""
+    return ref.dtype.is_floating and 0 < ref.dtype.size * math.prod(shape) <= LARGEST_PACKED
 
 
 def _has_large_rows(ref: Ref, shape: tf.TensorShape, times: int) -> bool:
