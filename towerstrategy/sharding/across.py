@@ -88,7 +88,7 @@ class Across:
                 must_run += self._make_group(kind, names)
                 continue
             for node in names:
-                self._builder.nodes[node].input += [f"^{self._last}"] if self._last else []
+                self._builder.nodes[node].input.extend([f"^{self._last}"] if self._last else [])
                 self._last = node
             must_run += names
         return must_run

@@ -30,15 +30,14 @@ class Ref(NamedTuple):
         return f"{self.node}:{self.output}" if self.output else self.node
 
 
-class Node:
+class Node(NamedTuple):
     """A collected node; its inputs may change until the import."""
 
-    __slots__ = ("name", "op", "input", "device", "attributes")
-
-    def __init__(self, name: str, op: str, input: list[str], device: str,
-                 attributes: bytes) -> None:
-        self.name, self.op, self.input, self.device = name, op, input, device
-        self.attributes = attributes  # a serialized NodeDef that has nothing but attributes
+    name: str
+    op: str
+    input: list[str]
+    device: str
+    attributes: bytes  # a serialized NodeDef that has nothing but attributes
 
 
 # Device -> the nodes there that take a tensor, each with the number of that input.
