@@ -76,10 +76,6 @@ class Maker:
         """The result of ``make`` for each tower."""
         return [make(tower) for tower in range(len(self.towers))]
 
-    def on_each(self, value: Any) -> list[Any]:
-        """A list as it is; any other value for each tower."""
-        return value if isinstance(value, list) else [value] * len(self.towers)
-
     def rows(self, index: int, dtype: tf.DType) -> Ref:
         """The whole size of an input along its sharded dimension."""
         spec = self.inputs[index].spec

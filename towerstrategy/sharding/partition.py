@@ -263,7 +263,7 @@ class Partition:
             outputs = Lazily(lambda: make(maker))
             return Lazily(lambda tower: self._made(
                 operation, self._controls_on(controls, tower),
-                [output[tower] for output in outputs()]))
+                [each[tower] if isinstance(each, list) else each for each in outputs()]))
         if isinstance(plan, Nested):
             return Lazily(lambda tower: self._on_one_tower(
                 operation, plan, maker.inputs, controls, towers, tower))

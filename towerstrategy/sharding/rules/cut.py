@@ -37,7 +37,7 @@ def split(op: Op, specs: Sequence[Spec]) -> Plan | None:
     def make(m: Any) -> Any:
         *words, shape = whole(m)
         dtype = op.outputs[2].dtype
-        return [*map(m.on_each, words), m.each(
+        return [*words, m.each(
             lambda tower: m.towers.with_entry(shape, 0, m.own_shape(0, tower, dtype)))]
 
     return Plan([texts, REPLICATED], [REPLICATED, REPLICATED, texts.size],

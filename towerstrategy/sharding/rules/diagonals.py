@@ -75,7 +75,7 @@ def diag_part(op: Op, specs: Sequence[Spec]) -> Plan | None:
         size = m.make("Minimum", [m.rows(0, tf.int64), _other_size(m, spec)[0]], HOST)
         diagonal = m.make("Slice", [whole, m.constant([0], tf.int64, None), m.make(
             "Reshape", [size, m.constant([1], tf.int32, None)], None)], None)
-        return [m.on_each(diagonal)]
+        return [diagonal]
 
     return Plan([spec, REPLICATED, REPLICATED], [REPLICATED], make=make)
 

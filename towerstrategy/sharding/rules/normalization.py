@@ -56,7 +56,7 @@ def _by_dimension(op: Op, specs: Sequence[Spec], images: int, sharded: int) -> P
     return None if by_channel and not (op.type.endswith("V3") and op.attr("is_training")) else plan
 
 
-def _make_normalized(m: Any, axes: tuple[int, list[int]]) -> list[list[Any]]:
+def _make_normalized(m: Any, axes: tuple[int, list[int]]) -> list[Any]:
     """Makes the op's outputs: each tower's rows, normalized, and the moments of all rows."""
     dtype = m.op.inputs[1].dtype
     moments = _Moments(m, axes, dtype)
@@ -65,7 +65,7 @@ def _make_normalized(m: Any, axes: tuple[int, list[int]]) -> list[list[Any]]:
     y = moments.normalized(x, [m.whole(1), m.whole(2), mean, variance])
     running = [_running(m, 3, _first(mean)), _running(m, 4, moments.unbiased(_first(variance)))]
     others = [*running, mean, variance, m.constant([], dtype, None)]
-    return [_cast(m, y, m.op.inputs[0].dtype), *map(m.on_each, others[:len(m.op.outputs) - 1])]
+    return [_cast(m, y, m.op.inputs[0].dtype), *others[:len(m.op.outputs) - 1]]
 
 
 def _cast(m: Any, images: list[Any], dtype: tf.DType) -> Any:
@@ -187,7 +187,7 @@ def fused_gradient(op: Op, specs: Sequence[Spec]) -> Plan | None:
     return Plan(takes, plan.gives, make=lambda m: _make_gradients(m, axes, has_variance))
 
 
-def _make_gradients(m: Any, axes: tuple[int, list[int]], has_variance: bool) -> list[list[Any]]:
+def _make_gradients(m: Any, axes: tuple[int, list[int]], has_variance: bool) -> list[Any]:
     """Makes the gradients: the kernel's for constant moments, less the part through the moments.
 
     That part is ``scale * inverse * (mean(dy) + normal * mean(dy * normal))``: the rows, normalized
@@ -208,8 +208,7 @@ def _make_gradients(m: Any, axes: tuple[int, list[int]], has_variance: bool) -> 
     factors = [moments.make("Mul", [total, factor]) for total in (d_scale, d_offset)]
     dx = m.make("Sub", [direct, moments.normalized(x, [*factors, mean, variance])], EACH)
     unused = m.constant(0, dtype, None)
-    return [_cast(m, dx, m.op.inputs[1].dtype),
-            *map(m.on_each, (d_scale, d_offset, unused, unused))]
+    return [_cast(m, dx, m.op.inputs[1].dtype), d_scale, d_offset, unused, unused]
 
 
 def _constant_moment_gradients(m: Any, axes: tuple[int, list[int]],

@@ -156,7 +156,7 @@ class Plan:
       takes: the spec that each input has to have; an input with another spec is redistributed.
       gives: the spec of each output.
       make: makes the towers' nodes where copies of the op would not do. It is called with a
-        :class:`maker.Maker` and returns, for each output, one value a tower.
+        :class:`maker.Maker` and returns, for each output, one value for all or a list, one a tower.
       alone: with ``make`` or ``once``, for ``strategy.run``, where each tower runs the op itself:
         the op's output on a tower is the plan's, times the tower's share of the rows to this power.
         None where no power makes them equal.
@@ -176,7 +176,7 @@ class Plan:
 
     takes: Sequence[Spec]
     gives: Sequence[Spec]
-    make: Callable[[Any], list[list[Any]]] | None = None
+    make: Callable[[Any], list[Any]] | None = None
     part: Callable[[Any, int], list[Any]] | None = None
     whole: Callable[[Any], list[Any]] | None = None
     alone: int | None = None
