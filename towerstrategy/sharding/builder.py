@@ -117,7 +117,7 @@ class Builder:
         return self._constants[key]
 
     def note_shape(self, ref: Ref, shape: tf.TensorShape) -> None:
-        """Notes the static shape of a node's output if it is fully known and of floats."""
+        """Notes the static shape of a node's output if known and of floats: integers are shapes."""
         if ref.dtype.is_floating and shape.is_fully_defined() and ref not in self._outer:
             self.shapes[ref] = tuple(shape)
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import tensorflow as tf
@@ -49,7 +49,7 @@ class _Group(NamedTuple):
 def pack(builder: Builder) -> None:
     """Packs small tensors that cross, among the nodes that ``builder`` has collected."""
     crossings = builder.crossings(
-        ref for ref, shape in builder.shapes.items() if _is_small(ref, shape))
+        ref for ref, shape in builder.shapes.items() if 0 < _bytes(ref, shape) <= LARGEST_PACKED)
     groups: dict[_Group, list[Ref]] = {}
     levels = builder.levels()
     for ref, consumers in crossings.items():
@@ -116,8 +116,8 @@ def summed_in_halves(builder: Builder, places: Mapping[str, int], parts: Sequenc
 
     float16 and bfloat16 are not, because only the whole sum may be rounded.
     """
-    if device not in places or shape is None or not _is_large(parts[0], shape) \
-            or parts[0].dtype not in (tf.float32, tf.float64):
+    if device not in places or shape is None or not shape.is_fully_defined() \
+            or parts[0].dtype not in (tf.float32, tf.float64) or _bytes(parts[0], shape) < LEAST:
         return parts
     devices = list(places)
 
@@ -140,7 +140,7 @@ def relay_tensors(builder: Builder, places: Mapping[str, int]) -> None:
     devices = list(places)
     for ref, consumers in builder.crossings(
             ref for ref, shape in builder.shapes.items()
-            if builder.device(ref) in places and _is_large(ref, shape)).items():
+            if builder.device(ref) in places and _bytes(ref, shape) >= LEAST).items():
         _spread(builder, devices, range(len(places)), ref, places[builder.device(ref)], consumers)
 
 
@@ -182,18 +182,12 @@ def _relay(group: Sequence[int], place: int, others: Sequence[int]) -> int:
     return others[group.index(place) % len(others)]
 
 
-def _is_small(ref: Ref, shape: Sequence[int]) -> bool:
-    """Whether a tensor may be packed: not integers, which are shapes that stay on the host."""
-    return ref.dtype.is_floating and 0 < ref.dtype.size * math.prod(shape) <= LARGEST_PACKED
-
-
 def _has_large_rows(ref: Ref, shape: tf.TensorShape, times: int) -> bool:
     sizes = [size for size in shape if size is not None]
     return bool(ref.dtype.is_floating and len(sizes) == shape.rank - 1
                 and times * math.prod(sizes) * ref.dtype.size >= LEAST_ROW)
 
 
-def _is_large(ref: Ref, shape: Sequence[int | None]) -> bool:
-    sizes = tf.TensorShape(shape)
-    return bool(ref.dtype.is_floating and sizes.is_fully_defined()
-                and math.prod(sizes.as_list()) * ref.dtype.size >= LEAST)
+def _bytes(ref: Ref, shape: Iterable[int]) -> int:
+    """The bytes of a tensor of a known static shape."""
+    return int(math.prod(shape) * ref.dtype.size)
