@@ -209,9 +209,8 @@ class Partition:
                 return values[place].device
         return ""
 
-    def _device_on_towers(self, operation: Op, values: Sequence[Value]) -> str:
-        """The device of an operation that runs on each tower, if not the tower's; else ""."""
-        return self._variable_device(operation, values)
+    # That of an operation that runs on each tower; "" if it is the tower's.
+    _device_on_towers = _variable_device
 
     def _on_towers(self, operation: Op, plan: Plan, values: Sequence[Value],
                    controls: list[str], towers: Towers) -> list[Value]:
