@@ -19,7 +19,7 @@ import tensorflow as tf
 
 from towerstrategy import _keras, _tensorflow as _tf, arguments, contexts
 from towerstrategy.batch import datasets as datasets_lib, inputs, splitting
-from towerstrategy.extras import cpu, xla
+from towerstrategy.extras import cpu, measured, xla
 from towerstrategy.extras.stages.within import Stages
 from towerstrategy.merge import reductions, shares as shares_lib
 from towerstrategy.placement import devices as devices_lib, homes as homes_lib
@@ -47,17 +47,16 @@ class Modes(threading.local):
 class TowerExtended(_tf.StrategyExtended):
     """The ``strategy.extended`` of a ``TowerStrategy``.
 
-    ``workers`` is None with one machine; ``measuring`` is None unless ``shares="measured"``.
+    ``workers`` is None with one machine.
     """
 
     def __init__(self, container_strategy: tf.distribute.Strategy,
                  placement: devices_lib.Placement, workers: Workers | None,
-                 cluster_resolver: Any, draws_rows: bool, measuring: Any,
-                 synchronizes_batch_norm: bool) -> None:
+                 cluster_resolver: Any, draws_rows: bool, synchronizes_batch_norm: bool) -> None:
         self.modes = Modes()
         self.draws_rows, self.synchronizes_batch_norm = draws_rows, synchronizes_batch_norm
         self.placement, self.workers = placement, workers  # TensorFlow's constructor reads them
-        self.inputs = inputs.Inputs(placement, workers, measuring)
+        self.inputs = inputs.Inputs(placement, workers, measured.of(placement, workers))
         self._cluster_resolver = cluster_resolver  # for the property of TensorFlow's Strategy
         super().__init__(container_strategy)
         self.homes = homes_lib.Homes(self.parameter_devices, placement.balanced, placement.rows,
@@ -81,11 +80,9 @@ class TowerExtended(_tf.StrategyExtended):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TowerExtended:
         """A copy for the same towers, without variables; the caller sets its strategy."""
-        measuring = self.inputs.measuring and self.inputs.measuring.anew()
-        memo[id(self)] = copied = TowerExtended(self._container_strategy(), self.placement,
-                                                self.workers, self._cluster_resolver,
-                                                self.draws_rows, measuring,
-                                                self.synchronizes_batch_norm)
+        memo[id(self)] = copied = TowerExtended(
+            self._container_strategy(), self.placement, self.workers, self._cluster_resolver,
+            self.draws_rows, self.synchronizes_batch_norm)
         return copied
 
     @property

@@ -18,7 +18,6 @@ import tensorflow as tf
 
 from towerstrategy import _keras, _tensorflow as _tf, arguments, contexts, extended, losses
 from towerstrategy._keras import adopting, stages, state
-from towerstrategy.extras import measured
 from towerstrategy.extras.machines import clusters, shards
 from towerstrategy.extras.report import description
 from towerstrategy.placement import devices as devices_lib, kind, names
@@ -119,10 +118,9 @@ class TowerStrategy(kind.Kind):
         placement = devices_lib.place(devices, merge_device, shares, micro_batches)
         workers = None if cluster is None else shards.ShardingMachines(
             cluster, placement, communication_options)
-        super().__init__(extended.TowerExtended(self, placement, workers, resolver,
-                                                draws in arguments.DRAWS[:2],
-                                                measured.of(placement, workers),
-                                                synchronize_batch_norm))
+        super().__init__(extended.TowerExtended(
+            self, placement, workers, resolver, draws in arguments.DRAWS[:2],
+            synchronize_batch_norm))
         losses.install()
         _tf.KEYS.wrap(lambda original, generator, key: (
             key if contexts.has_all_rows() else original(generator, key)))

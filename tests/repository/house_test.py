@@ -35,7 +35,7 @@ ORDER = ("_version", "_requirements", "warned", "refused", "_tensorflow", "place
 
 
 # Each extra, which the core does not import, with the modules that import it.
-EXTRAS = {"extras.machines": {"strategy"}, "extras.measured": {"strategy"},
+EXTRAS = {"extras.machines": {"strategy"}, "extras.measured": {"extended"},
           "extras.stages": {"extended"}, "extras.xla": {"extended"}, "extras.cpu": {"extended"},
           "extras.report": {"report", "strategy", "extras.measured", "extras.check"},
           "extras.check": {"__main__"}}

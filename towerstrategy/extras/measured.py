@@ -77,10 +77,6 @@ class Measuring:
         self._spent = 0.0
         self._recording: sample_lib.Recording | None = None
 
-    def anew(self) -> Measuring:
-        """A new object without measurements, for another strategy with the same towers."""
-        return Measuring(self._placement, self._workers)
-
     def step(self, call: Callable[[Any], Any], iterator: Any) -> Any:
         """Calls ``call``, which runs one step or several, and samples it if it is time to."""
         self.between()
