@@ -38,8 +38,6 @@ class TowerLocalVariable(_tf.SyncOnReadVariable):
     """
 
     _extreme: str | None = None  # "max" or "min", see rules
-    # For SUM with several machines: the part that steps with all rows write; equal on all machines.
-    _shared_part: Any = None
     _has_parts = True  # whether parts other than the first may be nonzero
     # Whether towers wrote their parts, in `strategy.run`; the graphs of steps that merge them;
     # whether there are steps that do not, which were traced before.
@@ -51,11 +49,14 @@ class TowerLocalVariable(_tf.SyncOnReadVariable):
                  aggregation: tf.VariableAggregation, *args: Any, **kwargs: Any) -> None:
         super().__init__(strategy, values, aggregation, *args, **kwargs)
         self._merged_in = weakref.WeakSet()
+        # The part that steps with all rows write: the first one; for SUM with several machines, one
+        # that is equal on all machines.
+        self._whole = values[0]
         if tf.executing_eagerly():
             self._has_parts = any(part.numpy().any() for part in values[1:])
         if self._is_total and strategy.extended.workers is not None:
             with tf.device(strategy.extended.merge_device), tf.init_scope():
-                self._shared_part = _tf.ResourceVariable(
+                self._whole = _tf.ResourceVariable(
                     tf.zeros(values[0].shape, values[0].dtype), trainable=False)
         strategy.extended.track(self)
 
@@ -63,8 +64,7 @@ class TowerLocalVariable(_tf.SyncOnReadVariable):
         copied = super().__deepcopy__(memo)
         copied._extreme, copied._towers_wrote = self._extreme, self._towers_wrote
         copied._has_parts |= self._towers_wrote
-        if self._shared_part is not None:
-            copied._shared_part.assign(self._shared_part)
+        copied._whole.assign(self._whole)
         return copied
 
     def _get(self) -> Any:
@@ -79,7 +79,7 @@ class TowerLocalVariable(_tf.SyncOnReadVariable):
         if not contexts.has_all_rows():
             return None
         self._merge_parts()
-        return self._shared_part
+        return self._whole
 
     def _merge_parts(self) -> None:
         """In a step with all rows, gives the first part the aggregate: once in a graph."""
@@ -106,19 +106,13 @@ class TowerLocalVariable(_tf.SyncOnReadVariable):
             total = merging.total([part.value() for part in self._values])
             self.spread(total / len(self._values) if mean else total)
 
-    @property
-    def _whole(self) -> Any:
-        """In a step with all rows, the part that has the aggregate; else the first one."""
-        part = self._current_part()
-        return self._values[0] if part is None else part
-
     def _get_cross_replica(self) -> Any:
         if self._extreme is not None:
             workers = self._distribute_strategy.extended.workers
             return merging.extreme_of_parts(self._extreme, [part.value() for part in self._values],
                                             workers)
         read = super()._get_cross_replica()
-        return read if self._shared_part is None else read + self._shared_part
+        return read if self._whole is self._values[0] else read + self._whole
 
     def _get_on_device_or_primary(self) -> Any:
         part = self._current_part()
@@ -127,15 +121,15 @@ class TowerLocalVariable(_tf.SyncOnReadVariable):
     def assign(self, value: Any, use_locking: bool = False, name: Any = None,
                read_value: bool = True) -> Any:
         if contexts.has_all_rows() or self._assigned_from_outside():
-            return self._assign_for_all(value, read_value)
+            self.spread(to_dtype(value, self.dtype))
+            return self if read_value else None
         self._has_parts = self._towers_wrote = True
         value = self._neutral_if_empty(value, lambda: self._get().value())
         return super().assign(value, use_locking, name, read_value)
 
     def spread(self, value: tf.Tensor) -> list[Any]:
         """Writes the parts so that their aggregate is ``value``; returns the writes."""
-        writes = []
-        whole = self._values[0] if self._shared_part is None else self._shared_part
+        writes, whole = [], self._whole
         others_are_zero = contexts.has_all_rows() and self._is_total and not self._has_parts
         rest = [] if others_are_zero else [part for part in self._values if part is not whole]
         for part in [whole, *rest]:
@@ -178,7 +172,7 @@ class TowerLocalVariable(_tf.SyncOnReadVariable):
 
     def _write_whole(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Writes the part that has the aggregate, in a step with all rows, then all other parts."""
-        whole = self._whole
+        whole = self._current_part()
         with tf.device(whole.device):
             written = getattr(whole, method)(*args, **kwargs)
         if not self._is_total:
@@ -195,11 +189,6 @@ class TowerLocalVariable(_tf.SyncOnReadVariable):
     def _is_total(self) -> bool:
         """Whether a read adds up the parts."""
         return self.aggregation is one_copy.Aggregation.SUM
-
-    def _assign_for_all(self, value: Any, read_value: bool) -> Any:
-        """Assigns ``value`` to the aggregate, in a step with all rows or outside of towers."""
-        self.spread(to_dtype(value, self.dtype))
-        return self if read_value else None
 
     def _neutral_if_empty(self, value: Any, neutral: Callable[[], tf.Tensor]) -> Any:
         """``value``; in a tower without rows, ``neutral()``, which changes nothing."""
