@@ -157,7 +157,8 @@ class TowerExtended(_tf.StrategyExtended):
 
     def equal_shares(self) -> shares_lib.Shares:
         """The shares of a call without a batch: every tower counts the same."""
-        return shares_lib.Shares.equal(len(self.placement.towers), self.workers)
+        towers = len(self.placement.towers) if self.workers is None else self.workers.replicas
+        return shares_lib.Shares([1] * towers, self.workers)
 
     def variable_created_in_scope(self, v: Any) -> bool:
         # True for other variables while a model is compiled, which adopts them.

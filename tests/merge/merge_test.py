@@ -24,7 +24,7 @@ class SharesTest(parameterized.TestCase):
 
     def test_equal(self):
         """Else values that are no batches count differently on the towers."""
-        shares = shares_lib.Shares.equal(4)
+        shares = shares_lib.Shares([1] * 4)
         self.assertEqual([float(shares.each[tower]) for tower in range(4)], [.25] * 4)
         self.assertFalse(shares.may_be_empty)
 
@@ -90,7 +90,7 @@ class GradientsTest(parameterized.TestCase):
         """Else gradients meet on another device than their variable's."""
         values = [tf.constant([1.]), tf.constant([2.])]
         merged = merging.gradients([values, values], ["CPU:1", "CPU:2"],
-                                   shares_lib.Shares.equal(2), ["sum"] * 2)
+                                   shares_lib.Shares([1] * 2), ["sum"] * 2)
         self.assertEqual([value.device[-5:] for value in merged], ["CPU:1", "CPU:2"])
 
 

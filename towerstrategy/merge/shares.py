@@ -54,11 +54,6 @@ class Shares:
                        for count in self.here]
 
     @classmethod
-    def equal(cls, towers: int, workers: Workers | None = None) -> Shares:
-        """Equal shares of all towers, for a call without a batch."""
-        return cls([1] * (towers if workers is None else workers.replicas), workers)
-
-    @classmethod
     def of_batch(cls, batches: sub_batches.SubBatches,
                  workers: Workers | None = None) -> Shares:
         """The shares of the towers in a split batch."""

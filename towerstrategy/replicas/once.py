@@ -144,7 +144,7 @@ class _Once(contexts.Call):
                      for tower in range(self._count))
 
     @contextlib.contextmanager
-    def _merging(self, controls: Sequence[Any] = ()) -> Iterator[None]:
+    def _merging(self, controls: Sequence[Any]) -> Iterator[None]:
         """In this context, operations run once, after ``controls``, and no tape records them."""
         with _tf.not_recorded(), _tf.cross_replica_context(self._strategy), \
                 tf.control_dependencies(None), tf.control_dependencies(controls), \
