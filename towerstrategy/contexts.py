@@ -28,13 +28,9 @@ NESTED_MERGE = (
 
 
 class Call:
-    """A call of a replica function by a single tower; subclasses in ``replicas`` have several.
+    """A call of a replica function by a single tower; subclasses in ``replicas`` have several."""
 
-    Attributes:
-      knows_replica_count: whether the replica function has read the number of replicas.
-    """
-
-    knows_replica_count = False
+    knows_replica_count = False  # whether the replica function has read the number of replicas
 
     def __init__(self, strategy: tf.distribute.Strategy) -> None:
         self._strategy = strategy

@@ -28,18 +28,11 @@ from towerstrategy.sharding.replica_plans import NeedsOwnTrace
 
 def call_each(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: Any,
               kwargs: Any, compiles: bool = False) -> Any:
-    """Calls ``fn`` on each tower's device, and groups the results.
+    """Calls ``fn`` on each tower's device, in the strategy's scope, and groups the results.
 
     Each tower gets its part of per-replica arguments.  If ``fn`` is a ``tf.function``, one such
-    function runs all towers inside.  An error gets a note that names the tower.
-
-    Args:
-      strategy: the strategy, whose scope has been entered.
-      fn: the replica function.
-      args: its positional arguments.
-      kwargs: its keyword arguments.
-      compiles: whether XLA compiles the towers' ops between their sync points, as for a ``fn`` made
-        with ``jit_compile=True``.
+    function runs all towers inside.  An error gets a note that names the tower.  ``compiles``:
+    whether XLA compiles the towers' ops between their sync points (``jit_compile=True``).
     """
     if isinstance(fn, _tf.Function):
         with _noting_rows(strategy, args, kwargs):

@@ -20,13 +20,7 @@ from towerstrategy.merge import results
 
 
 def run(strategy: tf.distribute.Strategy, make: Callable[[], Any], compiles: bool = False) -> Any:
-    """Calls ``make``, in a function body where one is needed, and returns what it returns.
-
-    Args:
-      strategy: the strategy whose towers run.
-      make: makes tensors.
-      compiles: whether XLA compiles the towers' ops.
-    """
+    """What ``make`` returns, called in a function body where one is needed; XLA may compile it."""
     if not (compiles or _tf.may_be_recorded() or strategy.extended.workers is not None):
         return make()
     returned: list[Any] = []

@@ -154,11 +154,7 @@ class _Call(contexts.Call):
 
 
 class _Tower(_tf.ReplicaThread):
-    """Runs one tower, in turn with the others.
-
-    Attributes:
-      error: the exception that the replica function has raised.
-    """
+    """Runs one tower, in turn with the others; ``error`` is what its function has raised."""
 
     def __init__(self, context: contexts.TowerContext, scope: str, creator: Callable[..., Any],
                  fn: Callable[..., Any], args: Any, kwargs: Any) -> None:
