@@ -218,13 +218,9 @@ class TowerExtended(_tf.StrategyExtended):
 
     def _validate_colocate_with_variable(self, colocate_with_variable: Any) -> None:
         owner = getattr(colocate_with_variable, "_distribute_strategy", None)
-        if owner is None and contexts.has_all_rows():
-            return  # the model was made outside of the scope; its step is traced as on one device
-        if owner is None or owner is not self._container_strategy():
-            raise ValueError(
-                "`colocate_vars_with` must only be passed a variable created in this "
-                f"tf.distribute.Strategy.scope(), not {colocate_with_variable!r} created in scope: "
-                f"{owner!r}")
+        # A step of a model that was made outside of the scope is traced as on one device.
+        if owner is not None or not contexts.has_all_rows():
+            _tf.validate_colocate(colocate_with_variable, self)
 
     def read_var(self, v: Any) -> tf.Tensor:
         if isinstance(v, tower_local.TowerLocalVariable):

@@ -12,7 +12,7 @@ from tensorflow.python.distribute import (
     values as values_lib,
     values_util,
 )
-from tensorflow.python.eager import context as eager_context
+from tensorflow.python.eager import backprop_util, context as eager_context
 from tensorflow.python.framework import composite_tensor
 from tensorflow.python.ops import resource_variable_ops
 from tensorflow.python.trackable import base as trackable_base
@@ -28,6 +28,8 @@ regroup = distribute_utils.regroup
 select_replica = distribute_utils.select_replica
 update_regroup = distribute_utils.update_regroup
 value_container = distribute_utils.value_container
+# Concatenates tf.IndexedSlices; if there are tensors among them, it adds up all to a tensor.
+add_slices = backprop_util.AggregateIndexedSlicesGradients
 # Gives the names of components in errors.
 flatten_with_paths = private_nest.flatten_with_joined_string_paths
 ResourceVariable = resource_variable_ops.ResourceVariable
@@ -44,7 +46,9 @@ note_read = resource_variable_ops.variable_accessed
 shared_variable_creator_for = shared_variable_creator.make_fn
 # Whether a SavedModel is being written.
 is_saving_one_copy = values_util.is_saving_non_distributed
-# Raise TensorFlow's errors for unsupported synchronization and aggregation of a variable.
+# Raise TensorFlow's errors for colocation with a variable that is not the strategy's, and for
+# unsupported synchronization and aggregation of a variable.
+validate_colocate = distribute_utils.validate_colocate
 check_synchronization = distribute_utils._validate_synchronization
 check_aggregation = distribute_utils._validate_aggregation
 

@@ -23,7 +23,7 @@ def total(values: Sequence[Value]) -> Value:
     if len(values) == 1:
         return values[0]
     if any(isinstance(value, tf.IndexedSlices) for value in values):
-        return _concatenated(values)
+        return _tf.add_slices(values)
     if values[0].dtype == tf.bool:
         raise TypeError("a sum of bool values is not defined: cast them to an integer first.")
     if values[0].dtype == tf.string:
@@ -137,21 +137,6 @@ def without_empty(values: Sequence[Value], shares: shares_lib.Shares) -> list[Va
 def kept(filled: Any, value: Value) -> Value:
     """``value`` if ``filled`` (a bool or a scalar bool tensor), else zeros."""
     return _map(lambda part: tf.where(filled, part, tf.zeros_like(part)), value)
-
-
-def _concatenated(values: Sequence[Value]) -> tf.IndexedSlices:
-    """The slices of all values, in order; a dense tensor counts as slices of all its rows."""
-    dtype = next(value.indices.dtype for value in values if isinstance(value, tf.IndexedSlices))
-    sparse = [value if isinstance(value, tf.IndexedSlices) else _as_slices(value, dtype)
-              for value in values]
-    return tf.IndexedSlices(tf.concat([value.values for value in sparse], 0),
-                            tf.concat([value.indices for value in sparse], 0),
-                            sparse[0].dense_shape)
-
-
-def _as_slices(value: tf.Tensor, dtype: tf.DType) -> tf.IndexedSlices:
-    shape = tf.shape(value, out_type=dtype)
-    return tf.IndexedSlices(value, tf.range(shape[0]), shape)
 
 
 def numbers(parts: Sequence[Any]) -> list[Any]:
