@@ -64,7 +64,7 @@ class _Call(contexts.Call):
         self._written: list[alone.Written] = []
         devices = strategy.extended.worker_devices
         self._operations: list[set[str]] = [set() for _ in devices]  # names, for each tower
-        self._placers = list(map(strategy.extended.stages.placer, range(len(devices))))
+        self._stages: dict[str, int] = {}  # of operations, by name
         shared: dict[str, list[tf.Variable]] = {}  # what tower 0 creates, the others get
         self._towers = [_Tower(
             contexts.TowerContext(strategy, number, shares, self),
@@ -133,10 +133,10 @@ class _Call(contexts.Call):
             self._written.append(self._turns.end_turn())
             return
         operations = self._graph.get_operations()[start:]
-        self._placers[number].place(operations)
+        extended = self._strategy.extended
+        extended.stages.place(number, operations, self._stages)
         self._operations[number].update(operation.name for operation in operations)
-        self._written.append(alone.divert(
-            self._graph, operations, self._strategy.extended.variables()))
+        self._written.append(alone.divert(self._graph, operations, extended.variables()))
 
     def _merge(self) -> None:
         """Runs the function given to ``merge_call``, and hands its result to each tower."""

@@ -48,9 +48,21 @@ class Stages(threading.local):
                 _placed(self._placement, index):
             yield
 
-    def placer(self, replica: int) -> Placer:
-        """An object that puts the operations of ``replica`` on the devices of its stages."""
-        return Placer(self._placement.row(replica))
+    def place(self, replica: int, operations: Sequence[tf.Operation],
+              known: dict[str, int]) -> None:
+        """Puts operations of one replica, traced by itself, on the devices of its stages.
+
+        They are in order of creation; ``known`` has the stages of those before, and gets theirs.
+        """
+        row = self._placement.row(replica)
+        for operation in operations if row[1:] else ():
+            stage = scopes.stage_in(operation.name)
+            if stage is None:
+                stage = max((known.get(tensor.op.name, 0) for tensor in operation.inputs),
+                            default=0)
+            known[operation.name] = stage
+            if stage and operation.device == row[0]:  # the user has set no other device
+                _tf.set_device(operation, row[stage])
 
     def put_in_order(self, graph: tf.Graph, replicas: Sequence[Collection[str]],
                      results: Any) -> None:
@@ -86,24 +98,3 @@ def _record_in_stage(original: Callable[..., Any], op_type: Any, output_tensors:
     if stages is not None and stages.index is not None:
         backward_function = stages.within(stages.index, chosen=True)(backward_function)
     return original(op_type, output_tensors, input_tensors, backward_function, forward_function)
-
-
-class Placer:
-    """Puts the operations of one replica, traced by itself, on the devices of its stages."""
-
-    def __init__(self, row: Sequence[str]) -> None:
-        self._row = row
-        self._stages: dict[str, int] = {}  # by the operation's name
-
-    def place(self, operations: Sequence[tf.Operation]) -> None:
-        """Places ``operations``, which are in order of creation."""
-        if not self._row[1:]:
-            return
-        for operation in operations:
-            stage = scopes.stage_in(operation.name)
-            if stage is None:
-                stage = max((self._stages.get(tensor.op.name, 0) for tensor in operation.inputs),
-                            default=0)
-            self._stages[operation.name] = stage
-            if stage and operation.device == self._row[0]:  # the user has set no other device
-                _tf.set_device(operation, self._row[stage])
