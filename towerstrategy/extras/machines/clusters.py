@@ -18,7 +18,6 @@ import json
 import os
 import threading
 import time
-import types
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -161,7 +160,7 @@ def _problems(jobs: dict[str, Any], tasks: list[tuple[str, int, str]],
                    f"'10.0.0.1:2345', but {job} {number} has {address!r}")
 
 
-def silent(cluster: Cluster, known: Mapping[int, str] = types.MappingProxyType({})) -> list[str]:
+def silent(cluster: Cluster, known: Mapping[int, str]) -> list[str]:
     """The names of the other workers that do not answer now, each with the reason.
 
     ``known`` has the reasons of silent workers that are not checked again.  Checks stop after

@@ -72,7 +72,7 @@ class Machines(Workers):
         try:
             gathered = self._launcher.all_gather(local, _tf.Options(timeout_seconds=seconds))
         except tf.errors.OpError as error:
-            silent = clusters.silent(self.cluster)
+            silent = clusters.silent(self.cluster, {})
             late = isinstance(error, tf.errors.DeadlineExceededError)
             raise RuntimeError(
                 f"the {self.count} workers {self.cluster.addresses} could not start together"
