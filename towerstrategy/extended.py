@@ -197,7 +197,7 @@ class TowerExtended(_tf.StrategyExtended):
 
     def _create_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
         _keras.install_hooks()
-        return creation.create(self._container_strategy(), self.homes, next_creator, **kwargs)
+        return creation.create(self._container_strategy(), next_creator, **kwargs)
 
     def track(self, variable: Any) -> None:
         """Adds a variable to :meth:`variables`, without keeping it alive."""

@@ -38,11 +38,6 @@ class Homes:
         self._stages = list(zip(*rows))
 
     @property
-    def of_stages(self) -> bool:
-        """Whether variables live with the stages that use them."""
-        return bool(self._stages)
-
-    @property
     def least(self) -> str:
         """The home that holds the fewest bytes."""
         return min(self._bytes, key=self._bytes.__getitem__)

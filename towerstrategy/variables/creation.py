@@ -1,7 +1,7 @@
 """Making variables in the scope of a strategy.
 
-Goes in: the arguments of a variable creator, and the strategy's homes.  Comes out: a
-:class:`one_copy.TowerVariable` at its home, or a :class:`tower_local.TowerLocalVariable`.
+Goes in: the arguments of a variable creator.  Comes out: a :class:`one_copy.TowerVariable` at its
+home, or a :class:`tower_local.TowerLocalVariable`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from towerstrategy.placement.workers import Workers
 from towerstrategy.variables import one_copy, tower_local
 
 
-def create(strategy: tf.distribute.Strategy, homes: homes_lib.Homes,
-           next_creator: Callable[..., Any], **kwargs: Any) -> Any:
+def create(strategy: tf.distribute.Strategy, next_creator: Callable[..., Any],
+           **kwargs: Any) -> Any:
     """Makes a variable of ``strategy`` from the arguments of a variable creator."""
     kwargs.pop("experimental_batch_initialization", None)
     kwargs.pop("caching_device", None)
@@ -33,15 +33,16 @@ def create(strategy: tf.distribute.Strategy, homes: homes_lib.Homes,
     if on_read and (len(strategy.extended.worker_devices) > 1 or workers is not None):
         variable = _create_tower_local(strategy, next_creator, **kwargs)
     else:
-        variable = _create_one_copy(strategy, homes, beside, next_creator, kwargs)
+        variable = _create_one_copy(strategy, beside, next_creator, kwargs)
     if workers is not None and not tf.executing_eagerly():
         variable.chiefs_initial_value = kwargs["initial_value"]
     return variable
 
 
-def _create_one_copy(strategy: tf.distribute.Strategy, homes: homes_lib.Homes, beside: Any,
+def _create_one_copy(strategy: tf.distribute.Strategy, beside: Any,
                      next_creator: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
-    stage, together = strategy.extended.stages.index, beside is not None and homes.of_stages
+    homes, stage = strategy.extended.homes, strategy.extended.stages.index
+    together = beside is not None and bool(strategy.extended.placement.rows)  # in one stage
     if beside is not None and not together:
         beside._home_may_change = False
     home = (homes.choose(0, stage, _is_counter(kwargs)) if beside is None

@@ -64,8 +64,7 @@ class DescribeTest(parameterized.TestCase):
             with tf.device("CPU:0"):
                 return tf.Variable(**kwargs)
 
-        made = creation.create(strategy, strategy.extended.homes, on_the_host,
-                               initial_value=tf.zeros([9], tf.int32))
+        made = creation.create(strategy, on_the_host, initial_value=tf.zeros([9], tf.int32))
         found = rows(strategy.describe())
         self.assertEqual((found["CPU:0"][2], found["CPU:2"][2]), (made.shape[0] * 4, 0))
 
