@@ -136,9 +136,8 @@ def _outside_towers() -> contextlib.AbstractContextManager[str]:
 def _is_counter(kwargs: dict[str, Any]) -> bool:
     """Whether the variable holds a few integers, or integers of unknown shape."""
     shape, dtype, value = (kwargs.get(name) for name in ("shape", "dtype", "initial_value"))
-    if value is not None and not callable(value):
+    if value is None or callable(value):
+        value = tf.TensorSpec(shape, tf.float32 if dtype is None else dtype)
+    else:
         value = tf.convert_to_tensor(value, dtype=dtype)
-        shape, dtype = value.shape, value.dtype
-    dtype = tf.as_dtype(tf.float32 if dtype is None else dtype)
-    elements = tf.TensorShape(shape).num_elements() or 0
-    return dtype.is_integer and elements * dtype.size <= homes_lib.COUNTER
+    return value.dtype.is_integer and homes_lib.size_of(value) <= homes_lib.COUNTER
