@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -79,7 +79,6 @@ class TowerContext(tf.distribute.ReplicaContext):
       shares: the shares of all towers, for use at sync points.
       call: the call of the replica function.
       graph: the graph in which the replica function is traced; None if it runs eagerly.
-      stage_run: the run of the model that is being called, see _keras/stages.py.
       share: the tower's rows over all rows of the global batch.
       filled: whether the tower has rows.
     """
@@ -92,7 +91,6 @@ class TowerContext(tf.distribute.ReplicaContext):
         super().__init__(strategy, index)
         self.index, self.shares, self.call = index, shares, call
         self.graph: tf.Graph | None = None
-        self.stage_run: Any = None
         self._facts: dict[str, Any] = {}
 
     def __enter__(self) -> None:
@@ -199,8 +197,6 @@ class OneReplicaContext(tf.distribute.ReplicaContext):
     There is one replica, so ``all_reduce`` and ``all_gather`` return their argument.
     """
 
-    stage_run: Any = None  # of the model that is being called, see _keras/stages.py
-
     def __init__(self, strategy: tf.distribute.Strategy) -> None:
         super().__init__(strategy, 0)
 
@@ -231,10 +227,7 @@ class OneReplicaContext(tf.distribute.ReplicaContext):
             return merge_fn(self._strategy, *args, **kwargs)
 
 
-AnyContext: TypeAlias = TowerContext | OneReplicaContext
-
-
-def current() -> AnyContext | None:
+def current() -> TowerContext | OneReplicaContext | None:
     """The context of the current tower, or of the current step with all rows; else None."""
     context = tf.distribute.get_replica_context()
     return context if isinstance(context, (TowerContext, OneReplicaContext)) else None

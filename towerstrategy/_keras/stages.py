@@ -42,7 +42,7 @@ class Call(NamedTuple):
 
 
 class Run:
-    """One call of the outermost model in a tower."""
+    """One call of the outermost model in a tower: ``strategy.extended.stages.run``."""
 
     def __init__(self, plan: Plan) -> None:
         self.entered: set[int] = set()  # the stages in which something has run
@@ -77,7 +77,7 @@ def layer_call(names: Any, original: Callable[..., Any], self: Any, /, *args: An
         return _call_outside_tower(strategy, original, self, args, kwargs)
     if not tower.can_merge:  # a branch or a loop runs in one stage
         return original(self, *args, **kwargs)
-    with _stage_in_tower(strategy, tower, self, names):
+    with _stage_in_tower(strategy, self, names):
         return original(self, *args, **kwargs)
 
 
@@ -111,8 +111,7 @@ def _call_outside_tower(strategy: tf.distribute.Strategy, original: Callable[...
 
 
 @contextlib.contextmanager
-def _stage_in_tower(strategy: tf.distribute.Strategy, tower: contexts.AnyContext, layer: Any,
-                    names: Any) -> Iterator[None]:
+def _stage_in_tower(strategy: tf.distribute.Strategy, layer: Any, names: Any) -> Iterator[None]:
     """A context that runs a layer of a tower in its stage."""
     stages = strategy.extended.stages
     if stages.chosen is not None:  # around the call: all calls inside have this stage, too
@@ -123,10 +122,10 @@ def _stage_in_tower(strategy: tf.distribute.Strategy, tower: contexts.AnyContext
                 (variable, stages.chosen) for variable, _ in names.variables_of_layer(layer))
         yield
         return
-    outermost = tower.stage_run is None
-    run = Run(settle(strategy, layer, names)) if outermost else tower.stage_run
+    outermost = stages.run is None
+    run = Run(settle(strategy, layer, names)) if outermost else stages.run
     stage = run.next_stage(layer)
-    with _tf.patched(tower, stage_run=run), \
+    with _tf.patched(stages, run=run), \
             contextlib.nullcontext() if stage is None else stages.within(stage):
         yield
     if outermost and isinstance(layer, names.TRAINER):

@@ -30,6 +30,7 @@ class Stages(threading.local):
 
     index: int | None = None  # the current stage in this thread
     chosen: int | None = None  # the same if the user chose it, by ``strategy.stage`` or a device
+    run: Any = None  # of the model that a tower is calling, see _keras/stages.py
 
     def __init__(self, placement: devices_lib.Placement) -> None:
         self._placement = placement
@@ -78,8 +79,9 @@ def _placed(placement: devices_lib.Placement, index: int | None) -> Iterator[Non
             or tower.strategy.extended.placement is not placement:
         yield
         return
-    if tower.stage_run is not None:
-        tower.stage_run.entered.add(index)
+    run = tower.strategy.extended.stages.run
+    if run is not None:
+        run.entered.add(index)
     # A traced step with all rows gets no devices, only names: each tower has its own devices.
     has_all_rows = isinstance(tower, contexts.OneReplicaContext)
     row = placement.row(0 if has_all_rows else tower.index)
