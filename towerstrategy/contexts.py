@@ -1,8 +1,8 @@
 """Replica contexts: of a tower, and of code that runs once; finds the one that code runs in.
 
-Goes in: a tower's number, the shares of the batch for all towers, and the call of the replica
-function.  Comes out: the object that ``tf.distribute.get_replica_context()`` returns in a tower, or
-in a step that has all rows, and functions that find out which of these code runs in.
+Goes in: the call of a replica function, which has the towers' shares, and a tower's number.  Comes
+out: the object that ``tf.distribute.get_replica_context()`` returns in a tower, or in a step that
+has all rows, and functions that find out which of these code runs in.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Call:
 
     knows_replica_count = False  # whether the replica function has read the number of replicas
 
-    def __init__(self, strategy: tf.distribute.Strategy) -> None:
-        self._strategy = strategy
+    def __init__(self, strategy: tf.distribute.Strategy, shares: shares_lib.Shares) -> None:
+        self._strategy, self.shares = strategy, shares
 
     def sync(self, merge_fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """``merge_call``: runs ``merge_fn`` once, with the arguments of all towers."""
@@ -86,10 +86,9 @@ class TowerContext(tf.distribute.ReplicaContext):
     share = property(lambda self: self.fact("share"))
     filled = property(lambda self: self.fact("filled"))
 
-    def __init__(self, strategy: tf.distribute.Strategy, index: int, shares: shares_lib.Shares,
-                 call: Call) -> None:
-        super().__init__(strategy, index)
-        self.index, self.shares, self.call = index, shares, call
+    def __init__(self, call: Call, index: int) -> None:
+        super().__init__(call._strategy, index)
+        self.index, self.shares, self.call = index, call.shares, call
         self.graph: tf.Graph | None = None
         self._facts: dict[str, Any] = {}
 

@@ -11,7 +11,6 @@ traces each tower if one trace cannot serve all.
 from __future__ import annotations
 
 import contextlib
-import functools
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -112,8 +111,8 @@ def _shares(strategy: tf.distribute.Strategy, args: Any, kwargs: Any) -> shares_
 def _call_one(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: Any, kwargs: Any,
               shares: shares_lib.Shares, compiles: bool) -> Any:
     """Calls ``fn`` on this machine's only tower."""
-    call = _SingleTowerCall(strategy)
-    context = contexts.TowerContext(strategy, 0, shares, call)
+    call = _SingleTowerCall(strategy, shares)
+    context = contexts.TowerContext(call, 0)
     device = strategy.extended.worker_devices[0]
     args, kwargs = _tf.select_replica(0, args), _tf.select_replica(0, kwargs)
     first = strategy.extended.first_replica
@@ -123,7 +122,7 @@ def _call_one(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: An
             result = fn(*args, **kwargs)
         if strategy.extended.workers is None:
             return _tf.regroup((result,))
-        return _tf.regroup((result,), functools.partial(call.result, shares), always_wrap=True)
+        return _tf.regroup((result,), call.result, always_wrap=True)
 
     if tf.executing_eagerly() or strategy.extended.workers is None and not compiles:
         return run()
@@ -133,8 +132,8 @@ def _call_one(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: An
 class _SingleTowerCall(contexts.Call):
     """The call of a machine's only tower, which records the results of its sync points."""
 
-    def __init__(self, strategy: tf.distribute.Strategy) -> None:
-        super().__init__(strategy)
+    def __init__(self, strategy: tf.distribute.Strategy, shares: shares_lib.Shares) -> None:
+        super().__init__(strategy, shares)
         self._synced: dict[int, Any] = {}
 
     def sync(self, merge_fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -142,9 +141,9 @@ class _SingleTowerCall(contexts.Call):
         self._synced.update((id(leaf), leaf) for leaf in tf.nest.flatten(result))
         return result
 
-    def result(self, shares: shares_lib.Shares, values: tuple[Any]) -> Any:
+    def result(self, values: tuple[Any]) -> Any:
         """The tower's value as a per-replica value, unless a sync point made it on all machines."""
         value, = values
         is_tensor = isinstance(value, (tf.Tensor, _tf.CompositeTensor))
         is_own = is_tensor and id(value) not in self._synced
-        return results.TowerResults(values, shares) if is_own else value
+        return results.TowerResults(values, self.shares) if is_own else value

@@ -44,8 +44,7 @@ class _Once(contexts.Call):
     """One call of the replica function, traced for tower 0 and run by all towers."""
 
     def __init__(self, strategy: tf.distribute.Strategy, shares: shares_lib.Shares) -> None:
-        super().__init__(strategy)
-        self._shares = shares
+        super().__init__(strategy, shares)
         self.created: list[tuple[Any, Any]] = []  # the new variables, with their initial values
         self._opened = False  # whether a value's number of rows is unknown in the trace
         self._warning: Warning | None = None  # a warning that the user has turned into an error
@@ -63,12 +62,11 @@ class _Once(contexts.Call):
     def _trace(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Traces ``fn`` for tower 0 in the current graph, and returns its result."""
         self._graph: Any = tf.compat.v1.get_default_graph()
-        filled = self._shares.filled if self._shares.may_be_empty else ()
+        filled = self.shares.filled if self.shares.may_be_empty else ()
         self._per_tower = replica.PerTowerTensors(self._graph, filled)
-        context = contexts.TowerContext(self._strategy, 0, self._shares, self)
         first = self._strategy.extended.first_replica
-        with _tf.as_in_caller(), context, tf.device(None), _tf.graph_seeded(first), \
-                tf.variable_creator_scope(self._note_variable):
+        with _tf.as_in_caller(), contexts.TowerContext(self, 0), tf.device(None), \
+                _tf.graph_seeded(first), tf.variable_creator_scope(self._note_variable):
             args, kwargs = tf.nest.map_structure(self._enter, (args, kwargs))
             self._per_tower.end_stretch()
             try:
@@ -114,7 +112,7 @@ class _Once(contexts.Call):
         return _tf.regroup(
             tuple(results.map_tensors(functools.partial(of_tower, tower), result)
                   for tower in range(self._count)),
-            functools.partial(results.TowerResults, shares=self._shares))
+            functools.partial(results.TowerResults, shares=self.shares))
 
     def sync(self, merge_fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """``merge_call`` of tower 0, which stands for all towers: ``merge_fn`` runs at once."""
@@ -164,7 +162,7 @@ class _Once(contexts.Call):
             handles = {id(handle) for _, handle in written.values()}
             with self._merging([operation for operation in stretch if any(
                     id(tensor) in handles for tensor in operation.inputs)]):
-                alone.merge_written(self._shares, [
+                alone.merge_written(self.shares, [
                     {key: (variable, self._per_tower.of_tower(handle, tower))
                      for key, (variable, handle) in written.items()}
                     for tower in range(self._count)])
@@ -187,7 +185,7 @@ class _Once(contexts.Call):
         raise NeedsOwnTrace("it reads its replica id as a Python number")
 
     def check_gradients(self, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
-        evenly = self._shares.are_equal or not self._shares.are_known
+        evenly = self.shares.are_equal or not self.shares.are_known
         for gradient, variable in zip(gradients, variables):
             problem = self.contract.problem(gradient, self.knows_replica_count, evenly)
             if problem and variable._warned_of != problem:

@@ -53,8 +53,8 @@ class _Call(contexts.Call):
 
     def __init__(self, strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: Any,
                  kwargs: Any, shares: shares_lib.Shares) -> None:
-        super().__init__(strategy)
-        self._shares, self._eager = shares, tf.executing_eagerly()
+        super().__init__(strategy, shares)
+        self._eager = tf.executing_eagerly()
         self._graph: Any = tf.compat.v1.get_default_graph()
         if not self._eager:
             self._graph.switch_to_thread_local()
@@ -67,8 +67,7 @@ class _Call(contexts.Call):
         self._stages: dict[str, int] = {}  # of operations, by name
         shared: dict[str, list[tf.Variable]] = {}  # what tower 0 creates, the others get
         self._towers = [_Tower(
-            contexts.TowerContext(strategy, number, shares, self),
-            f"{self._scope}{scopes.of_tower(number, device)}/",
+            contexts.TowerContext(self, number), f"{self._scope}{scopes.of_tower(number, device)}/",
             _tf.shared_variable_creator_for(shared, number), fn, _tf.select_replica(number, args),
             _tf.select_replica(number, kwargs)) for number, device in enumerate(devices)]
 
@@ -80,7 +79,7 @@ class _Call(contexts.Call):
                 try:
                     # Merges what the towers have written to variables since their last sync point.
                     with _tf.not_recorded(), tf.control_dependencies(None):
-                        alone.merge_written(self._shares, self._written)
+                        alone.merge_written(self.shares, self._written)
                     if not done:
                         self._merge()
                 except Exception as error:
@@ -94,7 +93,7 @@ class _Call(contexts.Call):
         if not self._eager:
             stages = self._strategy.extended.stages
             stages.put_in_order(self._graph, self._operations, values)
-        return _tf.regroup(values, functools.partial(results.TowerResults, shares=self._shares))
+        return _tf.regroup(values, functools.partial(results.TowerResults, shares=self.shares))
 
     def sync(self, merge_fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """``merge_call``, called in a tower's thread."""
