@@ -96,13 +96,11 @@ class _Once(contexts.Call):
         towers = step.towers_of(self._strategy, graph, lambda *_: None)
         partition = replica.ReplicaPartition(towers)
         values = partition.run(layout, per_tower.inputs(towers))
-        keys, outputs = [], []
-        for leaf, value in zip(self._graph.outputs, values):
-            for tower in range(self._count if per_tower.differs(leaf) else 1):
-                keys.append((id(leaf), tower))
-                outputs.append((value.part(tower), leaf))
-        tensors, done = step.finished(self._strategy, partition, outputs, name)
-        tensor_of, all_done = dict(zip(keys, tensors)), tf.group(*done)
+        outputs = {(id(leaf), tower): (value.part(tower), leaf)
+                   for leaf, value in zip(self._graph.outputs, values)
+                   for tower in range(self._count if per_tower.differs(leaf) else 1)}
+        tensors, done = step.finished(self._strategy, partition, outputs.values(), name)
+        tensor_of, all_done = dict(zip(outputs, tensors)), tf.group(*done)
 
         def of_tower(tower: int, leaf: Any) -> Any:
             if isinstance(leaf, tf.Operation):
