@@ -254,10 +254,9 @@ def has_all_rows() -> bool:
 
 def outside_of_towers() -> tf.distribute.Strategy | None:
     """The ``TowerStrategy`` whose scope this code is in, if it is outside of its towers."""
-    if not (tf.distribute.has_strategy() and tf.distribute.in_cross_replica_context()):
-        return None
     strategy = tf.distribute.get_strategy()
-    return strategy if kind.is_tower_strategy(strategy) else None
+    outside = kind.is_tower_strategy(strategy) and tf.distribute.in_cross_replica_context()
+    return strategy if outside else None
 
 
 def writer_of(variable: Any) -> TowerContext | None:

@@ -181,7 +181,7 @@ class TowerExtended(_tf.StrategyExtended):
 
     def _use_merge_call(self) -> bool:
         # If gradients are merged already, libraries must use their code for a single device.
-        return not isinstance(tf.distribute.get_replica_context(), contexts.OneReplicaContext)
+        return not contexts.has_all_rows()
 
     def _in_multi_worker_mode(self) -> bool:
         return self.workers is not None
