@@ -89,12 +89,8 @@ class TowerContext(tf.distribute.ReplicaContext):
     def __init__(self, call: Call, index: int) -> None:
         super().__init__(call._strategy, index)
         self.index, self.shares, self.call = index, call.shares, call
-        self.graph: tf.Graph | None = None
-        self._facts: dict[str, Any] = {}
-
-    def __enter__(self) -> None:
         self.graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
-        super().__enter__()
+        self._facts: dict[str, Any] = {}
 
     # The tower and its devices.
 

@@ -112,13 +112,12 @@ def _call_one(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: An
               shares: shares_lib.Shares, compiles: bool) -> Any:
     """Calls ``fn`` on this machine's only tower."""
     call = _SingleTowerCall(strategy, shares)
-    context = contexts.TowerContext(call, 0)
     device = strategy.extended.worker_devices[0]
     args, kwargs = _tf.select_replica(0, args), _tf.select_replica(0, kwargs)
     first = strategy.extended.first_replica
 
     def run() -> Any:
-        with context, tf.device(device), _tf.graph_seeded(first):
+        with contexts.TowerContext(call, 0), tf.device(device), _tf.graph_seeded(first):
             result = fn(*args, **kwargs)
         if strategy.extended.workers is None:
             return _tf.regroup((result,))
