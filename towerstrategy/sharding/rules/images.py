@@ -14,40 +14,37 @@ from towerstrategy.sharding.rules.own_rows import in_own_rows
 from towerstrategy.sharding.rules.registry import EACH, Op, Plan, rule
 from towerstrategy.sharding.spec import REPLICATED, SUM, Sharded, Size, Spec
 
-# Gradients of filters, which are sums over the rows.
-_OF_FILTERS = ("Conv2DBackpropFilter", "Conv3DBackpropFilterV2", "Dilation2DBackpropFilter",
-               "DepthwiseConv2dNativeBackpropFilter")
 # A padding for kernels of CPUs only: oneDNN gives wrong shapes for no rows, or lacks an output.
 _PADDED: dict[str, bool | str] = {"Conv2DBackpropInput": False, "Conv2D": "CPU",
                                   "Conv2DBackpropFilter": "CPU"}
-# An op type -> the inputs that have the rows in their first dimension.
-_ROWS: dict[str, tuple[int, ...]] = {
+# An op type -> the name of each input's first dimension, and of the outputs', see by_names.
+_NAMES: dict[str, tuple[str, Sequence[str]]] = {
     **dict.fromkeys((
         "Conv2D", "Conv3D", "DepthwiseConv2dNative", "MaxPool", "AvgPool", "MaxPool3D", "AvgPool3D",
         "MaxPoolV2", "MaxPoolWithArgmax", "Dilation2D", "LRN", "ResizeBilinear",
         "ResizeNearestNeighbor", "ResizeNearestNeighborGrad", "ResizeBicubic", "ResizeArea",
         "ScaleAndTranslate", "AdjustHue", "AdjustSaturation", "HSVToRGB", "RGBToHSV",
-        "SpaceToDepth", "DepthToSpace", "ExtractImagePatches", "ExtractVolumePatches"), (0,)),
+        "SpaceToDepth", "DepthToSpace", "ExtractImagePatches", "ExtractVolumePatches"), ("a", "a")),
     **dict.fromkeys(("ResizeBilinearGrad", "ResizeBicubicGrad", "ScaleAndTranslateGrad",
                      "DrawBoundingBoxes", "DrawBoundingBoxesV2", "CombinedNonMaxSuppression"),
-                    (0, 1)),
-    **dict.fromkeys(("ExtractGlimpseV2", "Dilation2DBackpropInput", *_OF_FILTERS), (0, 2)),
+                    ("aa", "a")),
+    **dict.fromkeys(("ExtractGlimpseV2", "Dilation2DBackpropInput"), ("a_a", "a")),
+    **dict.fromkeys(("Conv2DBackpropFilter", "Conv3DBackpropFilterV2", "Dilation2DBackpropFilter",
+                     "DepthwiseConv2dNativeBackpropFilter"), ("a_a", [""])),
     **dict.fromkeys(("MaxPoolGrad", "MaxPool3DGrad", "MaxPoolGradGrad", "MaxPool3DGradGrad",
-                     "MaxPoolGradV2", "MaxPoolGradWithArgmax", "LRNGrad"), (0, 1, 2)),
+                     "MaxPoolGradV2", "MaxPoolGradWithArgmax", "LRNGrad"), ("aaa", "a")),
 }
 
 
-@rule(*_ROWS)
+@rule(*_NAMES)
 def image(op: Op, specs: Sequence[Spec]) -> Plan | None:
     if op.type == "ExtractVolumePatches" and op.out_rank() != op.rank(0):
         return None  # TensorFlow infers a wrong rank for volumes of unknown sizes
     if op.type.endswith("WithArgmax") and op.attr("include_batch_in_index"):
         return None  # the indices count through all images
-    if op.rank(_ROWS[op.type][0]) in (None, 1) or None in map(op.out_rank, range(len(op.outputs))):
+    if op.rank(0) in (None, 1) or None in map(op.out_rank, range(len(op.outputs))):
         return None  # padding needs the ranks; one pixel's channels are no rows
-    names = ["a" if index in _ROWS[op.type] else None for index in range(len(specs))]
-    output = "" if op.type in _OF_FILTERS else "a"
-    return by_names(op, specs, names, [output], SUM, padded=_PADDED.get(op.type, True))
+    return by_names(op, specs, *_NAMES[op.type], SUM, padded=_PADDED.get(op.type, True))
 
 
 @rule("AdjustContrastv2")

@@ -18,23 +18,20 @@ from towerstrategy.sharding.rules.registry import EACH, HOST, Op, Plan, rule
 from towerstrategy.sharding.spec import REPLICATED, SUM, Spec, Variance
 
 
-def _axes(op: Op) -> tuple[int, list[int]] | None:
-    """The dimension of the channels, and all other dimensions; None if the rank is unknown."""
-    rank = op.rank(0)
-    if rank is None:
-        return None
-    channel = 1 if op.attr("data_format").startswith("NC") else rank - 1
-    return channel, [dim for dim in range(rank) if dim != channel]
+def _axes(op: Op) -> tuple[int, list[int]]:
+    """The dimension of the channels, and all other dimensions."""
+    channel = 1 if op.attr("data_format").startswith("NC") else op.rank(0) - 1
+    return channel, [dim for dim in range(op.rank(0)) if dim != channel]
 
 
 @rule("FusedBatchNorm", "FusedBatchNormV2", "FusedBatchNormV3")
 def fused(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    plan, axes = _by_dimension(op, specs, 1, 5), _axes(op)
-    if plan is None or axes is None or plan.takes[1] != REPLICATED or not op.attr("is_training"):
+    plan = _by_dimension(op, specs, 1, 5)
+    if plan is None or plan.takes[1] != REPLICATED or not op.attr("is_training"):
         return plan  # of the other outputs no gradient uses any, or each has its channels
     gives = [*plan.gives]
     gives[4:5] = [Variance()] * len(gives[4:5])
-    return Plan(plan.takes, gives, make=lambda m: _make_normalized(m, axes))
+    return Plan(plan.takes, gives, make=_make_normalized)
 
 
 def _by_dimension(op: Op, specs: Sequence[Spec], images: int, sharded: int) -> Plan | None:
@@ -44,10 +41,9 @@ def _by_dimension(op: Op, specs: Sequence[Spec], images: int, sharded: int) -> P
     are images; others have a number for each channel, or no entries.  The first output is images,
     and the first ``sharded`` ones have entries for each channel.
     """
-    axes = _axes(op)
-    if axes is None:
+    if op.rank(0) is None:
         return None
-    rows, channel = DIMS[:op.rank(0)], DIMS[axes[0]]
+    rows, channel = DIMS[:op.rank(0)], DIMS[_axes(op)[0]]
     names = [rows if index < images else None if tensor.shape.num_elements() == 0 else channel
              for index, tensor in enumerate(op.inputs[:5])]
     outputs = [rows, *[channel] * (sharded - 1), *[""] * (len(op.outputs) - sharded)]
@@ -56,10 +52,10 @@ def _by_dimension(op: Op, specs: Sequence[Spec], images: int, sharded: int) -> P
     return None if by_channel and not (op.type.endswith("V3") and op.attr("is_training")) else plan
 
 
-def _make_normalized(m: Any, axes: tuple[int, list[int]]) -> list[Any]:
+def _make_normalized(m: Any) -> list[Any]:
     """Makes the op's outputs: each tower's rows, normalized, and the moments of all rows."""
     dtype = m.op.inputs[1].dtype
-    moments = _Moments(m, axes, dtype)
+    moments = _Moments(m, dtype)
     x = _cast(m, m.parts(0), dtype)
     mean, variance = moments.of_all(x)
     y = moments.normalized(x, [m.whole(1), m.whole(2), mean, variance])
@@ -95,10 +91,10 @@ class _Moments:
     before the result, for which the others then wait.  Many towers, and CPUs, merge it once.
     """
 
-    def __init__(self, m: Any, axes: tuple[int, list[int]], dtype: tf.DType) -> None:
+    def __init__(self, m: Any, dtype: tf.DType) -> None:
         self._m, self._dtype = m, dtype
         self._where = EACH if m.towers.exchange else None
-        self._channel, self._others = axes
+        self._channel, self._others = _axes(m.op)
         shape = m.shape(0, tf.int32)
         sizes = m.make("GatherV2", [shape, m.constant(self._others, tf.int32, HOST),
                                     m.constant(0, tf.int32, HOST)], HOST)
@@ -177,17 +173,16 @@ class _Moments:
 
 @rule("FusedBatchNormGrad", "FusedBatchNormGradV2", "FusedBatchNormGradV3")
 def fused_gradient(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    plan, axes = _by_dimension(op, specs, 2, 3), _axes(op)
-    if plan is None or axes is None or plan.takes[2] != REPLICATED:
+    plan = _by_dimension(op, specs, 2, 3)
+    if plan is None or plan.takes[2] != REPLICATED:
         return plan
     if not op.attr("is_training"):
         return dataclasses.replace(plan, gives=[plan.gives[0], SUM, SUM, REPLICATED, REPLICATED])
-    has_variance = isinstance(specs[4], Variance)
-    takes = [*plan.takes[:4], specs[4] if has_variance else REPLICATED, *plan.takes[5:]]
-    return Plan(takes, plan.gives, make=lambda m: _make_gradients(m, axes, has_variance))
+    variance = specs[4] if isinstance(specs[4], Variance) else REPLICATED
+    return Plan([*plan.takes[:4], variance, *plan.takes[5:]], plan.gives, make=_make_gradients)
 
 
-def _make_gradients(m: Any, axes: tuple[int, list[int]], has_variance: bool) -> list[Any]:
+def _make_gradients(m: Any) -> list[Any]:
     """Makes the gradients: the kernel's for constant moments, less the part through the moments.
 
     That part is ``scale * inverse * (mean(dy) + normal * mean(dy * normal))``: the rows, normalized
@@ -195,12 +190,13 @@ def _make_gradients(m: Any, axes: tuple[int, list[int]], has_variance: bool) -> 
     computed again, as GPU and CPU kernels return different values there.
     """
     dtype = m.op.inputs[2].dtype
-    moments = _Moments(m, axes, dtype)
+    moments = _Moments(m, dtype)
     dy, x = (_cast(m, m.parts(index), dtype) for index in (0, 1))
     mean, empty = moments.taken(3), m.constant([], dtype, None)
+    has_variance = isinstance(m.inputs[4].spec, Variance)
     variance = moments.taken(4) if has_variance else moments.of_all(x)[1]
     direct, *partials = _constant_moment_gradients(
-        m, axes, [dy, x, m.whole(2), mean, variance, empty])
+        m, [dy, x, m.whole(2), mean, variance, empty])
     d_scale, d_offset = moments.totals(partials)
     epsilon = m.constant(m.op.attr("epsilon"), dtype, None)
     inverse = moments.make("Rsqrt", [moments.make("AddV2", [variance, epsilon])])
@@ -211,10 +207,9 @@ def _make_gradients(m: Any, axes: tuple[int, list[int]], has_variance: bool) -> 
     return [_cast(m, dx, m.op.inputs[1].dtype), d_scale, d_offset, unused, unused]
 
 
-def _constant_moment_gradients(m: Any, axes: tuple[int, list[int]],
-                               inputs: Sequence[Any]) -> list[Any]:
+def _constant_moment_gradients(m: Any, inputs: Sequence[Any]) -> list[Any]:
     """The kernel's gradients for each tower's rows; the kernel needs the channels last."""
-    channel, others = axes
+    channel, others = _axes(m.op)
     is_last = channel == len(others)
     to_last = [*others, channel]
 
