@@ -219,13 +219,6 @@ def _column_of_slice(op: Op) -> _Column | None:
         1, place if place >= 0 else place % columns)
 
 
-def _maximum(operation: tf.Operation, column: _Column | None) -> _RowNumbers | None:
-    """``tf.maximum(numbers, 0)``, as in the gradients of segment sums."""
-    numbers, zero = operation.inputs
-    moves = numbers.shape.rank != operation.outputs[0].shape.rank
-    return _row_numbers(numbers, column) if _number_in(zero) == 0 and not moves else None
-
-
 def _multiplied(operation: tf.Operation, column: _Column | None) -> _RowNumbers | None:
     """The first position of each row: row numbers times the number of positions."""
     for at, tensor in enumerate(operation.inputs if column is None else ()):
@@ -256,7 +249,10 @@ def _number_in(tensor: tf.Tensor) -> int | None:
 
 
 def _added(operation: tf.Operation, column: _Column | None) -> _RowNumbers | None:
-    """Positions of rows: the first position of each plus others, which stay in it if they can."""
+    """Positions of rows: the first position of each plus others, which stay in it if they can.
+
+    Also ``tf.maximum(numbers, 0)``, as in the gradients of segment sums.
+    """
     for at, tensor in enumerate(operation.inputs if column is None else ()):
         other = operation.inputs[1 - at]
         numbers = _at_output(Op(operation), at, _row_numbers(tensor))
@@ -264,7 +260,7 @@ def _added(operation: tf.Operation, column: _Column | None) -> _RowNumbers | Non
             continue
         if _number_in(other) == 0:
             return numbers
-        if numbers.chosen or numbers.times == 1:
+        if numbers.chosen or numbers.times == 1 or operation.type == "Maximum":
             continue
         added = entries_of(other)
         if numbers.times is None or added is None or None in added:
@@ -320,8 +316,8 @@ def _concat(operation: tf.Operation, column: _Column | None) -> _RowNumbers | No
 
 
 _FOLLOW: dict[str, Callable[[tf.Operation, _Column | None], _RowNumbers | None]] = {
-    "Range": _range, "Where": _where, "Maximum": _maximum, "Pack": _pack, "Mul": _multiplied,
-    **dict.fromkeys(("Add", "AddV2"), _added),
+    "Range": _range, "Where": _where, "Pack": _pack, "Mul": _multiplied,
+    **dict.fromkeys(("Add", "AddV2", "Maximum"), _added),
     "ConcatV2": _concat, **dict.fromkeys((
         *AS_IT_IS, "Cast", "Reshape", "Squeeze", "ExpandDims", "StridedSlice", "Tile", "Transpose",
         "BroadcastTo"), _move)}
