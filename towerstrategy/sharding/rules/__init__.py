@@ -4,7 +4,6 @@ Goes in: nothing.  Comes out: :mod:`registry`, filled: each file registers its r
 """
 
 from towerstrategy.sharding.rules import (
-    blocks as blocks,
     cut as cut,
     diagonals as diagonals,
     draws as draws,

@@ -1,19 +1,22 @@
 """Rules for ops that move entries: reshapes, transposes, slices, concatenations, padding.
 
-Goes in: an op and the specs of its inputs.  Comes out: its plan.
+Goes in: an op and the specs of its inputs.  Comes out: its plan.  Batches that are concatenated
+along the rows, such as two views, or real and generated images, are pieces of a tensor.  A tower
+concatenates its own rows, and slices them where a piece ends.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import fractions
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from towerstrategy.sharding.rules import blocks, reshapes, shapes
+from towerstrategy.sharding.rules import reshapes, shapes
 from towerstrategy.sharding.rules.dimensions import DIMS, MIXED, but, by_names, is_plain
 from towerstrategy.sharding.rules.entries import entries_of
 from towerstrategy.sharding.rules.registry import EACH, Op, Plan, Rule, rule
@@ -23,9 +26,12 @@ from towerstrategy.sharding.spec import (
     Partial,
     Sharded,
     Size,
+    Sizes,
     Spec,
     concatenated,
+    has_known_rows,
     in_one_piece,
+    positions,
 )
 
 
@@ -122,8 +128,29 @@ def unpack(op: Op, specs: Sequence[Spec]) -> Plan | None:
 def split_at(op: Op, specs: Sequence[Spec]) -> Plan | None:
     spec, names = specs[0], but(op.axes(2, op.rank(0)), op.rank(0))
     if isinstance(spec, Sharded) and names is not None and names[spec.dim] == MIXED:
-        return blocks.split_at(op, spec, specs[1])
+        return _split_at_pieces(op, spec, specs[1])
     return by_names(op, specs, [names], [names])
+
+
+def _split_at_pieces(op: Op, spec: Sharded, sizes: Spec) -> Plan | None:
+    """Plan of a split into parts of these sizes, if each is one of several pieces."""
+    pieces, gives = spec.pieces, []
+    for size in sizes.each if isinstance(sizes, Sizes) else ():
+        count = _pieces_in(op, pieces, 1, size.moved(spec.dim))
+        part = concatenated(pieces[:count]) if count else None
+        if part is None:
+            return None
+        gives.append(part)
+        pieces = pieces[count:]
+    if not gives or pieces or not all(map(has_known_rows, gives)):
+        return None
+
+    def make(m: Any) -> Any:
+        dtype = op.inputs[1].dtype
+        return m.copy([m.parts(0), m.each(lambda tower: m.towers.on_host("Pack", *(
+            m.towers.size(part, dtype, tower) for part in gives), axis=0)), m.whole(2)], EACH)
+
+    return Plan([spec, REPLICATED, REPLICATED], gives, make=make, alone=0)
 
 
 @_view("Split", data=slice(1, 2))
@@ -140,10 +167,21 @@ def strided_slice(op: Op, specs: Sequence[Spec]) -> Plan | None:
     spec = specs[0]
     if not isinstance(spec, Sharded):
         return None
-    dim = dim_after_slice(op, spec.dim, op.rank(0))
-    if dim is not None:
-        return Plan([spec, REPLICATED, REPLICATED, REPLICATED], [spec.at(dim)])
-    return blocks.strided_slice(op, spec, specs) or _first_rows(op, spec)
+    return _strided_slice(op, spec, op.rank(0), specs) or _first_rows(op, spec)
+
+
+def _strided_slice(op: Op, spec: Sharded, rank: int | None, specs: Sequence[Spec]) -> Plan | None:
+    """Plan of a strided slice, of all rows or of whole pieces, of a tensor of this rank."""
+    after = _dim_after_slice(op, spec.dim, rank)
+    if after is not None:
+        return Plan([spec, REPLICATED, REPLICATED, REPLICATED], [spec.at(after)])
+    steps, dim, pieces = entries_of(op.inputs[3]), spec.dim, spec.pieces
+    masks = any(op.attr(f"{name}_mask") for name in ("ellipsis", "new_axis", "shrink_axis"))
+    if steps is None or masks or len(steps) <= dim or steps[dim] != 1:
+        return None
+    begin = 0 if op.attr("begin_mask") >> dim & 1 else _pieces_in(op, pieces, 1, specs[1])
+    end = len(pieces) if op.attr("end_mask") >> dim & 1 else _pieces_in(op, pieces, 2, specs[2])
+    return _between(spec, begin, end, specs)
 
 
 def _first_rows(op: Op, spec: Sharded) -> Plan | None:
@@ -170,7 +208,7 @@ def _first_rows(op: Op, spec: Sharded) -> Plan | None:
     return Plan([spec, REPLICATED, REPLICATED, REPLICATED], [REPLICATED], make)
 
 
-def dim_after_slice(op: Op, dim: int, rank: int | None) -> int | None:
+def _dim_after_slice(op: Op, dim: int, rank: int | None) -> int | None:
     """The output dimension that a strided slice makes of ``dim``; None unless it is taken whole."""
     count = op.inputs[1].shape[0] if op.rank(1) == 1 else None
     if rank is None or count is None:
@@ -194,19 +232,51 @@ def strided_slice_grad(op: Op, specs: Sequence[Spec]) -> Plan | None:
     if not isinstance(size, Size) or not isinstance(gradient, Sharded) \
             or op.inputs[0].shape.rank != 1:
         return None
-    if dim_after_slice(op, size.at, op.inputs[0].shape[0]) == gradient.dim:
-        if gradient != size.shards(gradient.dim):
-            return None
-        return Plan([size, REPLICATED, REPLICATED, REPLICATED, gradient], [size.shards(size.at)])
-    plan = blocks.strided_slice(op, size.shards(size.at), specs[:-1])
-    if plan is None or plan.gives != [gradient]:
-        return None
-    return Plan([size, *plan.takes[1:], gradient], [size.shards(size.at)])
+    spec = size.shards(size.at)
+    plan = _strided_slice(op, spec, op.inputs[0].shape[0], specs[:-1])
+    return Plan([size, *plan.takes[1:], gradient], [spec]) \
+        if plan is not None and plan.gives == [gradient] else None
 
 
 @_view("Slice")
 def slice_(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    return blocks.slice_(op, specs[0], specs) if isinstance(specs[0], Sharded) else None
+    """A slice of whole pieces: the gradient of a concatenation."""
+    spec = specs[0]
+    if not isinstance(spec, Sharded):
+        return None
+    pieces, sizes = spec.pieces, shapes.static_sizes(op, 2, specs[2])
+    begin = _pieces_in(op, pieces, 1, specs[1])
+    if begin is None:
+        return None
+    if sizes is not None and sizes[spec.dim] == -1:
+        return _between(spec, begin, len(pieces), specs)
+    count = _pieces_in(op, pieces[begin:], 2, specs[2])
+    return None if count is None else _between(spec, begin, begin + count, specs)
+
+
+def _between(spec: Sharded, begin: int | None, end: int | None,
+             specs: Sequence[Spec]) -> Plan | None:
+    """Plan of a slice of the pieces ``begin`` to ``end``."""
+    if begin is None or end is None or not 0 <= begin < end <= len(spec.pieces):
+        return None
+    taken = concatenated(spec.pieces[begin:end])
+    takes = [each if isinstance(each, Size) and each.at == spec.dim else REPLICATED
+             for each in specs[1:]]  # a number of rows for another dimension means all rows
+    return Plan([spec, *takes], [taken]) if taken else None
+
+
+def _pieces_in(op: Op, pieces: Sequence[Sharded], index: int, limit: Spec) -> int | None:
+    """How many of the first pieces a size, input ``index``, counts; None if it ends within one."""
+    if not pieces:
+        return None
+    if not isinstance(limit, Size):
+        entries = entries_of(op.inputs[index])
+        return 0 if entries is not None and entries[pieces[0].dim] == 0 else None
+    if limit.at != pieces[0].dim or not limit.times or not pieces[0].times:
+        return None
+    counted = positions([limit])
+    return next((count for count in range(len(pieces) + 1)
+                 if positions(pieces[:count]) == counted), None)
 
 
 @rule("Pad", "PadV2", "MirrorPad", "MirrorPadGrad")
@@ -267,3 +337,14 @@ def tile(op: Op, specs: Sequence[Spec]) -> Plan | None:
 @rule("OneHot", light=True)
 def one_hot(op: Op, specs: Sequence[Spec]) -> Plan | None:
     return by_names(op, specs, [DIMS], [_with_new(op.attr("axis"), op.out_rank())])
+
+
+@rule("SpaceToBatchND", "BatchToSpaceND")
+def space_to_batch(op: Op, specs: Sequence[Spec]) -> Plan | None:
+    """For a dilated convolution: the output has one block for each position in a space block."""
+    spec, block_shape = specs[0], op.value(1)
+    if not isinstance(spec, Sharded) or spec.dim or not spec.times or block_shape is None:
+        return None
+    count = fractions.Fraction(math.prod(map(int, block_shape)))
+    result = spec.repeated(count if op.type == "SpaceToBatchND" else 1 / count)
+    return Plan([spec, REPLICATED, REPLICATED], [result]) if result else None
