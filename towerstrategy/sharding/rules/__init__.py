@@ -5,7 +5,6 @@ Goes in: nothing.  Comes out: :mod:`registry`, filled: each file registers its r
 
 from towerstrategy.sharding.rules import (
     cut as cut,
-    diagonals as diagonals,
     draws as draws,
     elementwise as elementwise,
     gathers as gathers,

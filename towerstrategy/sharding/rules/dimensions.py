@@ -55,8 +55,7 @@ def by_names(op: Op, specs: Sequence[Spec], inputs: Sequence[Names | None],
     input_names = [*inputs, *[None] * (len(specs) - len(inputs))]
     sharded = [index for index, spec in enumerate(specs) if not is_plain(spec)]
     named = [index for index in sharded if _row_name(input_names[index], specs[index]) != MIXED]
-    if not named or len(named) < len(sharded) and not gathers \
-            or len(sharded) > 1 and any(isinstance(spec, ListOf) for spec in specs):
+    if not named or len(named) < len(sharded) and not gathers:
         return None
     entries = {index: _entries(op, index) for index in named}
     main = named[0] if len(named) == 1 or None in entries.values() else max(

@@ -275,11 +275,6 @@ def computes(type: str) -> bool:
     return type in _RULES and type not in _MOVES
 
 
-def types() -> list[str]:
-    """The op types that have a rule, sorted."""
-    return sorted(_RULES)
-
-
 def plan_of(op: Op, specs: Sequence[Spec]) -> Plan | None:
     """The plan of ``op`` with inputs of these specs; None if it runs once, with all rows.
 

@@ -207,9 +207,8 @@ def of_shapes(op: Op, specs: Sequence[Spec]) -> Plan | None:
 def range_(op: Op, specs: Sequence[Spec]) -> Plan | None:
     """The numbers of the rows: each tower's begin where the numbers of the tower before end."""
     limit = specs[1]
-    if not isinstance(limit, Size) or any(isinstance(specs[at], Size) for at in (0, 2)):
-        return None
-    if op.value(0) is None or int(op.value(0)) or op.value(2) is None or int(op.value(2)) != 1:
+    if not isinstance(limit, Size) or any(isinstance(specs[at], Size) for at in (0, 2)) \
+            or [op.value(0), op.value(2)] != [0, 1]:
         return None
     if not in_one_piece(limit):  # a tower's rows do not have consecutive numbers
         return dataclasses.replace(once(op), gives=[limit.shards(0)])

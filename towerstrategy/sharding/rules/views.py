@@ -319,15 +319,10 @@ def broadcast_to(op: Op, specs: Sequence[Spec]) -> Plan | None:
 def tile(op: Op, specs: Sequence[Spec]) -> Plan | None:
     value, multiples = specs
     if isinstance(value, Sharded):
-        known = op.value(1)
-        if known is None:
-            sizes = shapes.static_sizes(op, 1, multiples)
-            if isinstance(multiples, Size) or sizes is None or sizes[value.dim] != 1:
-                return None
-        elif int(known[value.dim]) != 1:
-            joined = concatenated([value] * int(known[value.dim]))
-            return Plan([value, REPLICATED], [joined]) if joined else None
-        return Plan([value, REPLICATED], [value])
+        counts = entries_of(op.inputs[1])
+        count = None if counts is None else counts[value.dim]
+        tiled = value if count == 1 else concatenated([value] * (count or 0))
+        return Plan([value, REPLICATED], [tiled]) if tiled else None
     if isinstance(multiples, Size) and is_plain(value) and multiples.times is not None \
             and op.rank(0) is not None and op.inputs[0].shape[multiples.at] == 1:
         return Plan([REPLICATED, multiples], [multiples.shards(multiples.at)])
