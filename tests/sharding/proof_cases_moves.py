@@ -469,6 +469,9 @@ def _sizes() -> None:
         larger = getattr(tf, type.lower())
         around(type, lambda x, y, of=larger: tf.broadcast_to(
             x, [of(tf.shape(x)[0], tf.shape(y)[0]), 4]), real(6, 4), real(6, 2))
+    around("Max", lambda x, y: tf.broadcast_to(x, tf.concat([raw.Max(
+        input=[tf.shape(x)[0], tf.shape(y)[0]], axis=0, keep_dims=True), [4]], 0)),
+        real(6, 4), real(6, 2))
     around("Range", lambda x: raw.Range(start=0, limit=tf.shape(x)[1], delta=1), real(4, 12))
 
 

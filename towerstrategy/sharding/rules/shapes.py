@@ -190,7 +190,7 @@ def _moved_size(entries: Any, at: int) -> Size:
 def extreme_of_sizes(op: Op, sizes: Sizes) -> Plan | None:
     """The plan of the maximum or minimum of equal numbers of rows."""
     size, dtype = sizes.each[0], op.outputs[0].dtype
-    if len({*sizes.each}) > 1 or not has_known_rows(size):
+    if len({*sizes.each}) > 1 or not has_known_rows(size) or op.out_rank() != 0:
         return None
     return Plan([REPLICATED] * 2, [size], alone=0, make=lambda m: [
         m.each(lambda tower: m.towers.size(size, dtype, tower))])
