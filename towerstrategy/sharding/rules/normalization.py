@@ -74,8 +74,6 @@ def _first(value: Any) -> Any:
 
 def _running(m: Any, index: int, moment: Any) -> Any:
     """The new running moment: ``moment``, mixed with the old one, which is input ``index``."""
-    if "exponential_avg_factor" not in m.op.operation.node_def.attr:
-        return moment
     factor = m.op.attr("exponential_avg_factor")
     if factor == 1.0:
         return moment

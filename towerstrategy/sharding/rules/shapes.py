@@ -33,22 +33,17 @@ from towerstrategy.sharding.spec import (
 
 @rule("Shape", "ShapeN")
 def shape(op: Op, specs: Sequence[Spec]) -> Plan | None:
+    """A tower's part of a sum has the shape of the sum."""
     if any(isinstance(spec, ListOf) for spec in specs):
         return None
+    dtype = op.outputs[0].dtype
     gives: list[Spec] = [dataclasses.replace(
         spec.size, known=None if tensor.shape.rank is None else tuple(tensor.shape.as_list()))
         if isinstance(spec, Sharded) else REPLICATED for spec, tensor in zip(specs, op.inputs)]
-
-    def whole(m: Any) -> list[Any]:
-        dtype = op.outputs[0].dtype
-        return [m.shape(index, dtype) if isinstance(spec, Sharded)
-                else m.make("Shape", [m.part(index, 0)], 0, out_type=dtype)
-                for index, spec in enumerate(specs)]
-
-    if op.type == "Shape" and not isinstance(specs[0], Sharded):
-        return Plan(specs, [REPLICATED])  # a tower's part of a sum has the shape of the sum
-    return Plan(specs, gives, whole=whole, part=lambda m, tower: [
-        m.own_shape(index, tower, op.outputs[0].dtype) for index in range(len(specs))])
+    return Plan(
+        specs, gives, whole=lambda m: [m.shape(index, dtype) if isinstance(spec, Sharded) else None
+                                       for index, spec in enumerate(specs)],
+        part=lambda m, tower: [m.own_shape(index, tower, dtype) for index in range(len(specs))])
 
 
 @rule("Size")
