@@ -57,8 +57,8 @@ def by_names(op: Op, specs: Sequence[Spec], inputs: Sequence[Names | None],
     named = [index for index in sharded if _row_name(input_names[index], specs[index]) != MIXED]
     if not named or len(named) < len(sharded) and not gathers:
         return None
-    entries = {index: _entries(op, index) for index in named}
-    main = named[0] if len(named) == 1 or None in entries.values() else max(
+    entries = {index: _entries(op, index) for index in named} if len(named) > 1 else {}
+    main = named[0] if not entries or None in entries.values() else max(
         named, key=lambda index: (entries[index], getattr(specs[index], "times", 0) or 0))
     spec, name = specs[main], _row_name(input_names[main], specs[main])
     assert isinstance(spec, Sharded)

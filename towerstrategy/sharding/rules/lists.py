@@ -18,7 +18,6 @@ from towerstrategy.sharding.rules.dimensions import is_plain
 from towerstrategy.sharding.rules.entries import entries_of
 from towerstrategy.sharding.rules.registry import EACH, HOST, Op, Plan, rule
 from towerstrategy.sharding.rules.row_loops import is_counted, is_kept, is_one_devices, one_devices
-from towerstrategy.sharding.rules.shapes import static_sizes
 from towerstrategy.sharding.spec import (
     REPLICATED,
     ROW,
@@ -41,16 +40,16 @@ def is_empty(tensor_list: tf.Tensor, element: Spec | None) -> bool:
     ``element`` is the spec of the entries that are put into it.  If they are sharded, the list must
     not say how many rows they have.  Zeros like a list are as good as none.
     """
-    if tensor_list.op.type == "OptionalNone":
-        return True
-    if tensor_list.op.type == "ZerosLike":
-        return not isinstance(element, Sharded)
-    if tensor_list.op.type not in ("EmptyTensorList", "TensorListReserve"):
-        return False
-    if not isinstance(element, Sharded):
-        return True
-    shape = entries_of(tensor_list.op.inputs[0])
-    return shape is not None and (not shape.ndim or bool(shape[element.dim] == -1))
+    kind = tensor_list.op.type
+    if kind in ("EmptyTensorList", "TensorListReserve"):
+        return not isinstance(element, Sharded) or _is_open(tensor_list.op.inputs[0], element.dim)
+    return kind == "OptionalNone" or kind == "ZerosLike" and not isinstance(element, Sharded)
+
+
+def _is_open(shape: tf.Tensor, dim: int) -> bool:
+    """Whether the shape of a list's entries does not say how many positions a dimension has."""
+    sizes = entries_of(shape)
+    return sizes is not None and (not sizes.ndim or sizes.size > dim and bool(sizes[dim] == -1))
 
 
 def can_be_whole(tensor_list: tf.Tensor) -> bool:
@@ -99,17 +98,12 @@ def _of_shape(spec: Spec) -> Spec:
     return spec if isinstance(spec, Size) or spec == ROW else REPLICATED
 
 
-def _shape_fits(op: Op, index: int, spec: Spec, element: Spec) -> bool:
-    """Whether input ``index``, the shape of the entries, is right for each tower's entries."""
+def _shape_fits(op: Op, spec: Spec, element: Spec) -> bool:
+    """Whether the last input, the shape of the entries, is right for each tower's entries."""
     if not isinstance(element, Sharded):
         return not isinstance(spec, Size)
-    if isinstance(spec, Size):
-        return spec.shards(spec.at) == element
-    value = op.value(index)
-    sizes = static_sizes(op, index, spec) if value is None else list(value.ravel())
-    if sizes is None or value is not None and value.ndim == 0:
-        return value is not None
-    return len(sizes) > element.dim and sizes[element.dim] == -1
+    return spec.shards(spec.at) == element if isinstance(spec, Size) \
+        else _is_open(op.inputs[-1], element.dim)
 
 
 @rule("TensorListPushBack", "TensorListSetItem")
@@ -167,7 +161,7 @@ def take(op: Op, specs: Sequence[Spec]) -> Plan | None:
     else:  # the last entry
         fits = held.variable is not None and held.ahead == 1
         rest = dataclasses.replace(held, element=None, ahead=0)
-    if element is None or not fits or not _shape_fits(op, len(specs) - 1, shape, element):
+    if element is None or not fits or not _shape_fits(op, shape, element):
         return None
     gives = [rest, element] if op.type == "TensorListPopBack" else [element]
     return Plan([held, *index, _of_shape(shape)], gives)
@@ -192,7 +186,7 @@ def stack(op: Op, specs: Sequence[Spec]) -> Plan | None:
     if held.rows:
         return _rows_of(op, held, held.rows)
     element = held.element
-    if not _shape_fits(op, 1, shape, element or REPLICATED) \
+    if not _shape_fits(op, shape, element or REPLICATED) \
             or not isinstance(element, (Sharded, Partial, Replicated)):
         return None
     return Plan([held, _of_shape(shape)], [

@@ -294,8 +294,7 @@ def _pack(operation: tf.Operation, column: _Column | None) -> _RowNumbers | None
         if len(operation.inputs) > 1:
             return None
     numbers = _row_numbers(operation.inputs[column.place]) if axis == column.dim else None
-    return numbers and numbers._replace(at=numbers.at.at(
-        numbers.at.dim + int(numbers.at.dim >= axis)))
+    return _at_output(Op(operation), column.place, numbers)
 
 
 def _concat(operation: tf.Operation, column: _Column | None) -> _RowNumbers | None:

@@ -76,16 +76,13 @@ def _make_mean(m: Any, spec: Sharded, axes: Sequence[int], keep: bool) -> list[l
     """Makes the mean over all other axes, summed over the tower's rows, over the batch's rows."""
     dtype = m.op.inputs[0].dtype
     half = dtype in (tf.float16, tf.bfloat16)
-    count = m.rows(0, tf.float32) if half else m.rows(0, dtype)
-    scale = m.make("Reciprocal", [count], None)
-
+    scale = m.make("Reciprocal", [m.rows(0, tf.float32 if half else dtype)], None)
     value, others = m.parts(0), [axis for axis in axes if axis != spec.dim]
     if half:  # a float16 cannot hold a count above 2048, or a long sum
         value = m.make("Cast", [value], EACH, DstT=tf.float32)
     if others:
         value = m.make("Mean", [value, m.constant(others, tf.int32, EACH)], EACH, keep_dims=True)
-    total = m.make("Sum", [value, m.constant(axes, tf.int32, EACH)], EACH,
-                   keep_dims=keep)
+    total = m.make("Sum", [value, m.constant(axes, tf.int32, EACH)], EACH, keep_dims=keep)
     mean = m.make("Mul", [total, scale], EACH)
     return [m.make("Cast", [mean], EACH, DstT=dtype) if half else mean]
 

@@ -170,20 +170,18 @@ def is_counted(spec: Sharded | Size) -> bool:
 
 def _add(op: Op, specs: Sequence[Spec]) -> Plan | None:
     """The position of the next row, or a total."""
-    first, others = specs[0], [spec for spec in specs if not isinstance(spec, Total)]
+    first, totals = specs[0], [spec for spec in specs if isinstance(spec, Total)]
     if isinstance(first, Position) and len(specs) == 2 and not first.ahead:
         step = op.value(1)
         if step is not None and not step.ndim and step == 1:
             return Plan(specs, [dataclasses.replace(first, ahead=1)])
     if isinstance(first, InRow) and all(spec == first for spec in specs):
         return Plan(specs, [first])
-    total = next(spec for spec in specs if isinstance(spec, Total)) \
-        if len(specs) == len(others) + 1 else None
-    if total is None or not all(
-            spec == InRow(total.shards) if total.shards else is_one_devices(spec)
-            for spec in others):
+    if len(totals) != 1 or not all(
+            spec == InRow(totals[0].shards) if totals[0].shards else is_one_devices(spec)
+            for spec in specs if not isinstance(spec, Total)):
         return None
-    return Plan([ROW if isinstance(spec, Position) else spec for spec in specs], [total])
+    return Plan([ROW if isinstance(spec, Position) else spec for spec in specs], totals)
 
 
 def _subtract(op: Op, specs: Sequence[Spec]) -> Plan | None:
