@@ -561,9 +561,9 @@ def _gathers() -> None:
             real(8), np.asarray(6), title=f"to {shape}")
     for shape in ([6, 3], [3, 6]):
         case("SparseToDense", [[0, 1], [2, 2]], np.asarray(shape, np.int32), [1.0, 2.0], 0.5)
-    around("SparseTensorDenseMatMul", lambda shape, b: raw.SparseTensorDenseMatMul(
-        a_indices=[[0, 1], [5, 2]], a_values=[1.0, 2.0], a_shape=shape, b=b),
-        np.asarray([6, 3]), np.ones([3, 4], np.float32))
+    around("SparseTensorDenseMatMul", lambda values, shape, b: raw.SparseTensorDenseMatMul(
+        a_indices=[[0, 1], [5, 2]], a_values=values, a_shape=shape, b=b),
+        real(2), np.asarray([6, 3]), real(3, 4))
     case("UnsortedSegmentMax", [[1.0, 3.0], [2.0, 4.0]], [5, 2], np.asarray(6, np.int32))
     case("ScatterNd", [[1], [5]], [2.0, 3.0], np.asarray([6], np.int32))
     case("ScatterNd", whole(6, 12, 2), real(6, 12), [4, 4])

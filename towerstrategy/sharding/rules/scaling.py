@@ -50,6 +50,7 @@ _LINEAR: dict[str, tuple[int, ...]] = {
     **dict.fromkeys(("MaxPoolGrad", "MaxPoolGradV2", "MaxPoolGradGrad", "MaxPool3DGrad",
                      "MaxPool3DGradGrad", "Dilation2DBackpropFilter",
                      "Dilation2DBackpropInput"), (2,)),
+    "SparseTensorDenseMatMul": (1, 3),
     "TridiagonalMatMul": (3,),
     "StridedSliceGrad": (4,),
     "FusedBatchNormGradV3": (0,),
