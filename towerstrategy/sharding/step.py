@@ -195,10 +195,10 @@ class _Inputs:
             _log.info("Operations on a %s of the batch run once, with the rows of all towers.",
                       kind)
         rows = whole(self._strategy, leaf)
-        counts = isinstance(rows, tf.SparseTensor) and rows.shape.rank \
+        is_rebuilt = isinstance(rows, tf.SparseTensor) and rows.shape.rank \
             or isinstance(rows, tf.RaggedTensor) and rows.uniform_row_length is None
         return _Whole(parts, rows, getattr(leaf, "batch", 0)) \
-            if counts and self._strategy.extended.workers is None else rows
+            if is_rebuilt and self._strategy.extended.workers is None else rows
 
     def check_rows(self) -> None:
         """Raises if components of the batch have different numbers of rows on a tower."""
@@ -284,9 +284,9 @@ class _Whole(_Component):
             numbers = rows.value_rowids()
             return tf.RaggedTensor.from_value_rowids(
                 rows.values, numbers, tf.cast(count, numbers.dtype), validate=False)
-        shape = [size if size is not None else rows.dense_shape[dim]
-                 for dim, size in enumerate(rows.shape)]
-        return tf.SparseTensor(rows.indices, rows.values, tf.stack([count, *shape[1:]]))
+        sizes = [size if size is not None else rows.dense_shape[dim]
+                 for dim, size in enumerate(rows.shape[1:], 1)]
+        return tf.SparseTensor(rows.indices, rows.values, tf.stack([count, *sizes]))
 
 
 def towers_of(strategy: Any, graph: tf.Graph,

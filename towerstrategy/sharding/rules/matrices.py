@@ -142,9 +142,8 @@ def diag_part(op: Op, specs: Sequence[Spec]) -> Plan | None:
         rows = m.make("Sum", [own, m.constant(1 - spec.dim, tf.int32, EACH)], EACH)
         whole = m.gathered(rows, spec.at(0), tf.TensorShape([None]))
         size = m.make("Minimum", [m.rows(0, tf.int64), _other_size(m, spec)[0]], HOST)
-        diagonal = m.make("Slice", [whole, m.constant([0], tf.int64, None), m.make(
-            "Reshape", [size, m.constant([1], tf.int32, None)], None)], None)
-        return [diagonal]
+        return [m.make("Slice", [whole, m.constant([0], tf.int64, None), m.make(
+            "Reshape", [size, m.constant([1], tf.int32, None)], None)], None)]
 
     return Plan([spec, REPLICATED, REPLICATED], [REPLICATED], make=make)
 
