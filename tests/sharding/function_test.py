@@ -62,6 +62,31 @@ class FunctionTest(parameterized.TestCase):
         self.assertEqual(in_turn.get_concrete_function(strategy.split(X))(
             strategy.split(X))[1].numpy(), 45)
 
+    @parameterized.parameters(False, True)
+    def test_a_batch_size_in_shapes(self, in_python):
+        """Else a published step with its batch size in shapes has all rows on one device, or runs
+        for other batches, too."""
+        strategy, weights = strategy_of(3), tf.Variable(np.arange(24.).reshape([4, 6]))
+
+        def step(x):
+            rows = x.shape[0] if in_python else 5
+            with tf.GradientTape() as tape:
+                pairs = tf.reshape(x @ weights, [rows, -1 if in_python else 2, 3])
+                ends = tf.concat([pairs[:, 1], tf.zeros([rows, 1], pairs.dtype)], 1)
+                repeated = tf.broadcast_to(tf.reduce_sum(pairs, 1, keepdims=True), [rows, 4, 3])
+                loss = tf.reduce_mean(ends ** 2) + tf.reduce_mean(repeated ** 3)
+            return tape.gradient(loss, weights)
+
+        function, x = strategy.function(step), np.arange(28.).reshape([7, 4]) / 28
+        np.testing.assert_allclose(function(strategy.split(x[:5])), step(x[:5]), rtol=1e-12)
+        self.assertEmpty(strategy.extended.done_with_all_rows)
+        if in_python:
+            np.testing.assert_allclose(function(strategy.split(x)), step(x), rtol=1e-12)
+        else:
+            for rows in (x, x[:4]):
+                with self.assertRaises(tf.errors.InvalidArgumentError):
+                    function(strategy.split(rows))
+
     def test_an_error_of_ones_own(self):
         """Else what is broken for any number of rows is told of another trace than the first."""
         strategy = strategy_of(3)

@@ -306,7 +306,7 @@ def _zeros_as_others(operation: tf.Operation, states: list[State],
 def _is_taken_as_is(spec: Spec, wanted: Spec, tensor: tf.Tensor) -> bool:
     """Whether the rule takes a tower's tensor without redistribution."""
     if spec == wanted or isinstance(spec, Replicated) and isinstance(wanted, (
-            Replicated, Sharded, ListOf)):
+            Replicated, Sharded, Size, ListOf)):
         return True
     return isinstance(spec, Size) and isinstance(wanted, Replicated) and not tensor.shape.rank
 

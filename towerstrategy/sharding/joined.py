@@ -23,8 +23,10 @@ from towerstrategy.sharding.spec import (
     Replicated,
     Row,
     Sharded,
+    Size,
     Spec,
     can_be_cut,
+    has_known_rows,
     of_batch,
 )
 
@@ -37,6 +39,8 @@ def can_become(spec: Spec, wanted: Spec) -> bool:
         return isinstance(wanted, ListOf)
     if isinstance(wanted, Replicated):
         return not isinstance(spec, Row)
+    if isinstance(wanted, Size):  # a shape of all rows
+        return isinstance(spec, (Replicated, Size)) and has_known_rows(wanted)
     if isinstance(wanted, Sharded):
         return spec == wanted.given or not isinstance(spec, Row) and can_be_cut(wanted)
     if isinstance(wanted, Partial):

@@ -198,7 +198,8 @@ def _match(specs: Sequence[Spec], takes: Sequence[Spec], compiled: bool = False)
     """
     return all(spec == wanted or isinstance(spec, Sharded) and spec.uncounted == wanted
                or isinstance(spec, Replicated) and (
-        isinstance(wanted, (Replicated, ListOf)) or wanted in (SUM, ROW) and not compiled)
+        isinstance(wanted, (Replicated, ListOf))
+        or (wanted in (SUM, ROW) or isinstance(wanted, Size)) and not compiled)
         or isinstance(spec, ListOf) and isinstance(wanted, ListOf)
         or isinstance(spec, Position) and isinstance(wanted, Row) and not compiled
         or isinstance(spec, Sharded) and wanted == InRow(spec)

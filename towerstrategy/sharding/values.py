@@ -162,6 +162,9 @@ class Value:
             return self._cut(wanted, has_rows)
         if isinstance(wanted, Partial):
             return Value(towers, wanted, self.shape, self.whole, self._first_or_zeros)
+        if isinstance(wanted, Size):
+            return Value(towers, wanted, self.shape, self.whole, functools.partial(
+                self._own_size, wanted))
         return Value(towers, wanted, self.shape, self.whole, None, self.device,
                      None if isinstance(self.spec, (Size, ListOf)) else self.constant)
 
@@ -187,6 +190,16 @@ class Value:
         part = self.part(tower)
         return self.towers.on(tower, "AddV2", part,
                               self.towers.start(at.rows, part.dtype, tower))
+
+    def _own_size(self, size: Size, tower: int) -> Ref:
+        """A tower's part of a shape of all rows.
+
+        If the batch has other rows, it fits a tower's rows as little as the whole one fits all.
+        """
+        towers, host, whole = self.towers, self.towers.on_host, self.whole()
+        of_all, own = (towers.size(size, whole.dtype, each) for each in (None, tower))
+        other = host("Sub", towers.entry(whole, size.at), of_all)
+        return towers.with_entry(whole, size.at, host("AddV2", own, other))
 
     def _first_or_zeros(self, tower: int) -> Ref:
         """The part of a replicated tensor as a partial sum: the first tower has all of it."""

@@ -7,11 +7,10 @@ first dimension.  The gradient of a filter is a partial sum.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from towerstrategy.sharding.rules.dimensions import but, by_names
 from towerstrategy.sharding.rules.own_rows import in_own_rows
-from towerstrategy.sharding.rules.registry import EACH, Op, Plan, rule
+from towerstrategy.sharding.rules.registry import Op, Plan, rule
 from towerstrategy.sharding.spec import REPLICATED, SUM, Sharded, Size, Spec
 
 # A padding for kernels of CPUs only: oneDNN gives wrong shapes for no rows, or lacks an output.
@@ -64,22 +63,14 @@ def input_gradient(op: Op, specs: Sequence[Spec]) -> Plan | None:
         return None
     middle: list[Spec] = [REPLICATED] * (len(specs) - 2)
     padded = _PADDED.get(op.type, True)
-    if isinstance(specs[0], Size) and specs[0].at == 0 and specs[0].shards(0) == gradient \
-            and op.inputs[0].shape.is_fully_defined():
-        return Plan([specs[0], *middle, gradient], [gradient], padded=padded)
-    if op.inputs[0].shape == [op.rank(-1) - 2]:  # neither the batch nor the channels
-        return Plan([REPLICATED, *middle, gradient], [gradient], padded=padded)
-    return Plan([REPLICATED, *middle, gradient], [gradient], make=_make_input_gradient, alone=0,
-                padded=padded) if op.inputs[0].shape == [op.rank(-1)] else None
-
-
-def _make_input_gradient(m: Any) -> list[list[Any]]:
-    """Makes a copy of the op for each tower, with the tower's number of rows in the shape."""
-    *others, gradient = map(m.parts, range(1, len(m.op.inputs)))
-    shapes = m.make("Shape", [gradient], EACH, out_type=m.op.inputs[0].dtype)
-    outputs: list[list[Any]] = m.copy([
-        m.with_entry(0, 0, m.entries(shapes, 0)), *others, gradient], EACH)
-    return outputs
+    shape, length = specs[0], op.inputs[0].shape.num_elements()
+    if length == op.rank(-1) - 2:  # neither the batch nor the channels
+        shape = REPLICATED
+    elif length != op.rank(-1):
+        return None
+    elif not isinstance(shape, Size) or shape.at or shape.shards(0) != gradient:
+        shape = gradient.size
+    return Plan([shape, *middle, gradient], [gradient], padded=padded)
 
 
 @rule("ImageProjectiveTransformV2", "ImageProjectiveTransformV3")

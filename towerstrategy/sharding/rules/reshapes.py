@@ -19,7 +19,14 @@ from towerstrategy.sharding.rules.entries import (
     sizes_of,
 )
 from towerstrategy.sharding.rules.registry import EACH, Op, Plan
-from towerstrategy.sharding.spec import REPLICATED, Sharded, Size, Spec, positions
+from towerstrategy.sharding.spec import (
+    REPLICATED,
+    Sharded,
+    Size,
+    Spec,
+    has_known_rows,
+    positions,
+)
 
 
 def reshape(op: Op, spec: Spec, target: Spec) -> Plan | None:
@@ -37,6 +44,8 @@ def reshape(op: Op, spec: Spec, target: Spec) -> Plan | None:
     result = _spec_after(before, after, spec, target)
     if result is None:
         return None
+    if before is not None and before[spec.dim] is None and after[result.dim] is not None:
+        return Plan([spec, result.size], [result])  # the target has all rows
     if result == spec and _are_equal(before, after, spec.dim):
         return Plan([spec, target], [spec], passes=True)
     inferred = _inferred_sizes(spec, result, before, after, requested)
@@ -103,8 +112,8 @@ def _spec_after(before: Sequence[Any] | None, after: Sequence[Any], spec: Sharde
             if result is not None and result.times \
                     and positions([result]) == positions([target]):
                 return result
-        elif result is not None and (after[at] is None or isinstance(after[at], int)
-                                     and before[spec.dim] is not None):
+        elif result is not None and (after[at] is None or isinstance(after[at], int) and (
+                before[spec.dim] is not None or has_known_rows(result))):
             return result
     return None
 

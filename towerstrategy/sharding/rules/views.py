@@ -228,12 +228,16 @@ def _dim_after_slice(op: Op, dim: int, rank: int | None) -> int | None:
 
 @rule("StridedSliceGrad")
 def strided_slice_grad(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    size, gradient = specs[0], specs[4]
-    if not isinstance(size, Size) or not isinstance(gradient, Sharded) \
-            or op.inputs[0].shape.rank != 1:
+    size, gradient, rank = specs[0], specs[4], op.inputs[0].shape.num_elements()
+    if not isinstance(gradient, Sharded) or rank is None:
         return None
+    if not isinstance(size, Size):  # of all rows, which the gradient has
+        dim = next((dim for dim in range(rank) if _dim_after_slice(
+            op, dim, rank) == gradient.dim), None)
+        return None if dim is None else Plan(
+            [gradient.at(dim).size, *[REPLICATED] * 3, gradient], [gradient.at(dim)])
     spec = size.shards(size.at)
-    plan = _strided_slice(op, spec, op.inputs[0].shape[0], specs[:-1])
+    plan = _strided_slice(op, spec, rank, specs[:-1])
     return Plan([size, *plan.takes[1:], gradient], [spec]) \
         if plan is not None and plan.gives == [gradient] else None
 
@@ -250,6 +254,8 @@ def slice_(op: Op, specs: Sequence[Spec]) -> Plan | None:
         return None
     if sizes is not None and sizes[spec.dim] == -1:
         return _between(spec, begin, len(pieces), specs)
+    if sizes is not None and None is not sizes[spec.dim] == op.inputs[0].shape[spec.dim]:
+        return Plan([spec, REPLICATED, spec.size], [spec])  # begins at 0, or fails
     count = _pieces_in(op, pieces[begin:], 2, specs[2])
     return None if count is None else _between(spec, begin, begin + count, specs)
 
@@ -305,7 +311,13 @@ def fill(op: Op, specs: Sequence[Spec]) -> Plan | None:
 def broadcast_to(op: Op, specs: Sequence[Spec]) -> Plan | None:
     value, size = specs
     rank, out = op.rank(0), op.out_rank()
-    if not isinstance(size, Size) or rank is None or out is None or isinstance(value, ListOf):
+    if rank is None or out is None or isinstance(value, ListOf):
+        return None
+    if isinstance(value, Sharded) and not isinstance(size, Size):
+        result = value.at(value.dim + out - rank)
+        same = None is not op.inputs[0].shape[value.dim] == op.outputs[0].shape[result.dim]
+        return Plan([value, result.size], [result]) if same else None
+    if not isinstance(size, Size):
         return None
     dim, result = size.at - (out - rank), size.shards(size.at)
     if isinstance(value, Sharded):
