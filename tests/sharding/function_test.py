@@ -87,6 +87,33 @@ class FunctionTest(parameterized.TestCase):
                 with self.assertRaises(tf.errors.InvalidArgumentError):
                     function(strategy.split(rows))
 
+    @parameterized.parameters(1, 2)
+    def test_loops_where_rows_are_counted_in_python(self, micro_batches):
+        """Else a recurrent layer, or a decoder, of such a step has all rows on one device; or a
+        tower takes another's rows of what is the same for all."""
+        weights = tf.Variable(np.eye(4) / 2)
+
+        def step(x):
+            rows, x = x.shape[0], tf.convert_to_tensor(x)
+
+            def turn(number, state, states):
+                state = tf.tanh(state @ weights + x) * tf.ones([rows, 4], x.dtype)
+                return number + 1, state, states.write(number, state)
+
+            with tf.GradientTape() as tape:
+                _, state, states = tf.while_loop(lambda number, *_: number < 3, turn, (
+                    0, tf.zeros([rows, 4], x.dtype),
+                    tf.TensorArray(x.dtype, 3, element_shape=[rows, 4])))
+                loss = tf.reduce_mean(states.stack()[:2] ** 2) + tf.reduce_mean(state ** 3)
+            return loss, tape.gradient(loss, weights)
+
+        strategy = strategy_of(3, micro_batches=micro_batches)
+        function = strategy.function(step)
+        for rows in (7, 2):
+            x = np.arange(4. * rows).reshape([rows, 4]) / 28
+            np.testing.assert_allclose(function(strategy.split(x))[1], step(x)[1], rtol=1e-12)
+        self.assertEmpty(strategy.extended.done_with_all_rows)
+
     def test_an_error_of_ones_own(self):
         """Else what is broken for any number of rows is told of another trace than the first."""
         strategy = strategy_of(3)

@@ -31,6 +31,7 @@ from towerstrategy.sharding.spec import (
     Size,
     Spec,
     has_known_rows,
+    in_one_piece,
 )
 
 BRANCHES, LOOPS = _tf.BRANCHES, _tf.LOOPS
@@ -177,9 +178,10 @@ def is_local(layout: Layout, outputs: Sequence[Spec], compiled: bool = False) ->
 def _is_local(layout: Layout, operation: Op, compiled: bool) -> bool:
     plan, specs = layout.plans[operation.name], layout.inputs_of(operation)
     if isinstance(plan, Nested):
-        return _match(specs, plan.takes, compiled) and (
-            plan.local or operation.is_call and is_local(
-                plan.layouts[0], plan.gives, compiled))
+        local = plan.local if not (compiled or operation.is_call) else all(
+            is_local(each, plan.gives if each is plan.layouts[-1] or operation.type not in LOOPS
+                     else each.outputs, compiled) for each in plan.layouts)
+        return local and _match(specs, plan.takes, compiled)
     # The tower is given the batch's number of rows, unless XLA compiles it.
     knows_rows = not compiled and all(has_known_rows(spec) for spec in specs
                                       if isinstance(spec, (Sharded, Size)))
@@ -188,6 +190,8 @@ def _is_local(layout: Layout, operation: Op, compiled: bool) -> bool:
             spec, Size) and knows_rows for spec in specs) \
             and all(isinstance(spec, Replicated) for spec in plan.gives)
     is_made = plan.make is None or plan.alone is not None and knows_rows
+    if compiled and plan.sizes is not None and isinstance(specs[-1], Replicated):
+        is_made = is_made and [*operation.value(-1)] == [*plan.sizes]  # not all rows' shape
     return is_made and (compiled or not plan.padded) and _match(specs, plan.takes, compiled)
 
 
@@ -198,8 +202,9 @@ def _match(specs: Sequence[Spec], takes: Sequence[Spec], compiled: bool = False)
     """
     return all(spec == wanted or isinstance(spec, Sharded) and spec.uncounted == wanted
                or isinstance(spec, Replicated) and (
-        isinstance(wanted, (Replicated, ListOf))
-        or (wanted in (SUM, ROW) or isinstance(wanted, Size)) and not compiled)
+        isinstance(wanted, (Replicated, ListOf)) or not compiled and (
+            wanted in (SUM, ROW) or isinstance(wanted, Size) or isinstance(wanted, Sharded)
+            and has_known_rows(wanted) and in_one_piece(wanted) and not wanted.start))
         or isinstance(spec, ListOf) and isinstance(wanted, ListOf)
         or isinstance(spec, Position) and isinstance(wanted, Row) and not compiled
         or isinstance(spec, Sharded) and wanted == InRow(spec)

@@ -21,6 +21,7 @@ from towerstrategy.sharding import bodies, homes, padding, staging
 from towerstrategy.sharding.builder import Ref
 from towerstrategy.sharding.layout import LOOPS, Layout, Nested
 from towerstrategy.sharding.maker import Maker
+from towerstrategy.sharding.rules import lists
 from towerstrategy.sharding.rules.registry import Op, Plan
 from towerstrategy.sharding.spec import (
     PARTED,
@@ -59,8 +60,8 @@ class Partition:
             of_batch: Sequence[bool] = ()) -> list[Value]:
         """Makes the nodes of a graph; returns its outputs, which ``output_devices`` need.
 
-        All stateful operations wait for the nodes ``controls``.  ``of_batch`` says which inputs the
-        batch is in; by default, in all but resources.
+        Stateful operations wait for ``controls``.  ``of_batch``: which inputs the batch is in; by
+        default all but resources.
         """
         self._outer_controls = list(controls)
         self._values = dict(zip((tensor.name for tensor in layout.graph.inputs), inputs))
@@ -80,8 +81,6 @@ class Partition:
             self._operation(layout, operation)
         return [self._values[tensor.name] for tensor in layout.graph.outputs]
 
-    # One operation.
-
     def _operation(self, layout: Layout, operation: Op) -> None:
         """Makes the nodes of an operation, by its plan."""
         plan = layout.plans[operation.name]
@@ -91,6 +90,8 @@ class Partition:
         if isinstance(plan, Nested) and operation.is_call:
             outputs = self._inlined(operation, plan.layouts[0], values, controls, towers)
         else:
+            if ListOf in map(type, plan.takes):
+                values = list(map(self._own_list, values, plan.takes, operation.inputs))
             if isinstance(plan, Nested):
                 values = list(map(Value.or_zeros, values, plan.takes, operation.inputs))
             values = [value.at(towers).as_spec(spec) for value, spec in zip(values, plan.takes)]
@@ -102,6 +103,16 @@ class Partition:
             else:
                 outputs = self._on_towers(operation, plan, values, controls, towers)
         self._values.update(zip(operation.output_names, outputs))
+
+    def _own_list(self, value: Value, wanted: Spec, tensor: tf.Tensor) -> Value:
+        """A new list, made anew for each tower if it says how many rows all towers have."""
+        element: Any = getattr(wanted, "element", None)
+        if not isinstance(value.spec, Replicated) or not lists.says_rows(tensor, element):
+            return value
+        plan, operation = Plan([element.size, REPLICATED], [wanted]), Op(tensor.op)
+        inputs = [self._values[name].as_spec(spec)
+                  for name, spec in zip(operation.input_names, plan.takes)]
+        return self._on_towers(operation, plan, inputs, [], self.towers)[0]
 
     def _controls(self, operation: Op) -> list[str]:
         """The nodes that an operation's nodes wait for."""
@@ -258,8 +269,7 @@ class Partition:
         """Makes the outputs of an operation for one tower."""
         operation, towers = maker.op, maker.towers
         if plan.make is not None:
-            make = plan.make
-            outputs = Lazily(lambda: make(maker))
+            outputs = Lazily(functools.partial(plan.make, maker))
             return Lazily(lambda tower: self._made(
                 operation, self._controls_on(controls, tower),
                 [each[tower] if isinstance(each, list) else each for each in outputs()]))

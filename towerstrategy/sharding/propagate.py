@@ -189,7 +189,11 @@ class _Propagation:
 
     def _is_empty(self, tensor: tf.Tensor, element: Spec | None) -> bool:
         """Whether a tensor is a list without entries, or one whose entries are of this spec."""
-        return lists.is_empty(self._origin(tensor, through_loops=True), element)
+        origin = self._origin(tensor, through_loops=True)
+        if not lists.says_rows(origin, element):
+            return lists.is_empty(origin, element)
+        changed = self._sources.get((tensor.graph, tensor.name), ())[1:]  # by each iteration
+        return origin is tensor or bool(changed) and changed[0] is not tensor
 
     def _make_whole(self, needed: Iterable[tuple[tf.Tensor, Spec]]) -> None:
         """Adds the lists among tensors, and all that they are made of, to the whole ones."""

@@ -290,7 +290,7 @@ class Value:
         towers.crossings["cut"] += 1
 
         def part(tower: int) -> Ref:
-            if towers.replicas == 1:
+            if towers.replicas == 1 and not towers.is_alone:
                 return self.whole()
             slices = [towers.on(tower, "Slice", self.whole(),
                                 towers.vector(tower, begin, wanted.dim, rank, 0),
@@ -313,23 +313,27 @@ class Value:
         rows = functools.partial(self.size_along, wanted.dim)
         slices: list[tuple[Ref, Ref]] = []
         pieces = wanted.examples.pieces
-        times = None if wanted.start or wanted.times == 1 else self._times(wanted)
+        unknown = wanted.start and wanted.times is None  # it may start with any number of rows
+        times = None if unknown or wanted.times == 1 else self._times(wanted)
         for piece in pieces:
             begin, size = (make(piece, tf.int64, tower) for make in (towers.start, towers.size))
             for earlier in pieces[:len(slices)]:
                 begin = host("AddV2", begin, towers.size(earlier, tf.int64))
+            if times is not None:
+                begin, size = (host("Mul", number, times) for number in (begin, size))
             if wanted.start:
                 begin = host("Minimum", begin, rows())
                 size = host("Minimum", size, host("Sub", rows(), begin))
-            elif times is not None:
-                begin, size = (host("Mul", number, times) for number in (begin, size))
+            if towers.is_alone and not wanted.start:  # does not know which tower is the last one
+                all_rows = host("Mul", towers.size(piece, tf.int64), self._times(wanted))
+                size = host("AddV2", size, host("Sub", rows(), all_rows))
             if wanted.broadcast and self.shape[wanted.dim] is None:  # the first slice has one row
                 is_one = host("Equal", rows(), towers.number(1))
                 one_row = (rows(), towers.number(0)) if slices else (towers.number(0), rows())
                 begin, size = (host("SelectV2", is_one, *each)
                                for each in zip(one_row, (begin, size)))
             slices.append((begin, size))
-        if not has_rows and towers.first + tower == towers.replicas - 1:
+        if not has_rows and towers.first + tower == towers.replicas - 1 and not towers.is_alone:
             rest = host("Sub", rows(), begin)
             slices[-1] = begin, host("AddV2", size, towers.times(
                 host("Sub", rest, size), _TOO_MANY)) if wanted.broadcast else rest

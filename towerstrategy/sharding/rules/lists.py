@@ -33,6 +33,8 @@ from towerstrategy.sharding.spec import (
     Spec,
 )
 
+_NEW = ("EmptyTensorList", "TensorListReserve")
+
 
 def is_empty(tensor_list: tf.Tensor, element: Spec | None) -> bool:
     """Whether a replicated list, or optional, is new and empty, so that each tower may have a copy.
@@ -41,9 +43,15 @@ def is_empty(tensor_list: tf.Tensor, element: Spec | None) -> bool:
     not say how many rows they have.  Zeros like a list are as good as none.
     """
     kind = tensor_list.op.type
-    if kind in ("EmptyTensorList", "TensorListReserve"):
-        return not isinstance(element, Sharded) or _is_open(tensor_list.op.inputs[0], element.dim)
+    if kind in _NEW:
+        return not says_rows(tensor_list, element)  # else it is made anew
     return kind == "OptionalNone" or kind == "ZerosLike" and not isinstance(element, Sharded)
+
+
+def says_rows(tensor_list: tf.Tensor, element: Spec | None) -> bool:
+    """Whether a new list says how many rows entries of this spec have: each tower makes its own."""
+    return tensor_list.op.type in _NEW and isinstance(element, Sharded) \
+        and not _is_open(tensor_list.op.inputs[0], element.dim)
 
 
 def _is_open(shape: tf.Tensor, dim: int) -> bool:
@@ -93,17 +101,13 @@ def _has_all(held: Spec) -> TypeGuard[ListOf]:
         and held.ahead is None
 
 
-def _of_shape(spec: Spec) -> Spec:
-    """The spec that the shape of the entries has to have."""
-    return spec if isinstance(spec, Size) or spec == ROW else REPLICATED
-
-
-def _shape_fits(op: Op, spec: Spec, element: Spec) -> bool:
-    """Whether the last input, the shape of the entries, is right for each tower's entries."""
-    if not isinstance(element, Sharded):
-        return not isinstance(spec, Size)
-    return spec.shards(spec.at) == element if isinstance(spec, Size) \
-        else _is_open(op.inputs[-1], element.dim)
+def _shape_of(op: Op, spec: Spec, element: Spec | None) -> Spec | None:
+    """The spec by which the last input, the shape of the entries, is right for each tower's."""
+    if isinstance(spec, Size):
+        return spec if spec.shards(spec.at) == element else None
+    if isinstance(element, Sharded) and not _is_open(op.inputs[-1], element.dim):
+        return element.size
+    return ROW if spec == ROW else REPLICATED
 
 
 @rule("TensorListPushBack", "TensorListSetItem")
@@ -118,6 +122,8 @@ def put(op: Op, specs: Sequence[Spec]) -> Plan | None:
         if entry == REPLICATED:
             return None
         held = ListOf(entry)
+    if entry == REPLICATED and isinstance(held.element, Sharded):
+        entry = held.element  # of all rows, such as zeros
     if isinstance(entry, Row) or held.element not in (None, entry) or not all(map(is_plain, index)):
         return None
     return Plan([held, *[REPLICATED] * len(index), entry], [ListOf(entry)])
@@ -161,10 +167,11 @@ def take(op: Op, specs: Sequence[Spec]) -> Plan | None:
     else:  # the last entry
         fits = held.variable is not None and held.ahead == 1
         rest = dataclasses.replace(held, element=None, ahead=0)
-    if element is None or not fits or not _shape_fits(op, shape, element):
+    taken = _shape_of(op, shape, element)
+    if element is None or not fits or taken is None:
         return None
     gives = [rest, element] if op.type == "TensorListPopBack" else [element]
-    return Plan([held, *index, _of_shape(shape)], gives)
+    return Plan([held, *index, taken], gives)
 
 
 @rule("TensorListFromTensor")
@@ -173,7 +180,9 @@ def from_tensor(op: Op, specs: Sequence[Spec]) -> Plan | None:
     if not isinstance(spec, Sharded):
         return None
     if spec.dim:
-        return Plan([spec, _of_shape(shape)], [ListOf(spec.at(spec.dim - 1))])
+        element = spec.at(spec.dim - 1)
+        taken = _shape_of(op, shape, element)
+        return None if taken is None else Plan([spec, taken], [ListOf(element)])
     fits = is_counted(spec) and isinstance(shape, Replicated)
     return Plan([spec, REPLICATED], [ListOf(ROW, spec.size)]) if fits else None
 
@@ -186,10 +195,10 @@ def stack(op: Op, specs: Sequence[Spec]) -> Plan | None:
     if held.rows:
         return _rows_of(op, held, held.rows)
     element = held.element
-    if not _shape_fits(op, shape, element or REPLICATED) \
-            or not isinstance(element, (Sharded, Partial, Replicated)):
+    taken = _shape_of(op, shape, element)
+    if taken is None or not isinstance(element, (Sharded, Partial, Replicated)):
         return None
-    return Plan([held, _of_shape(shape)], [
+    return Plan([held, taken], [
         element.at(element.dim + 1) if isinstance(element, Sharded) else element])
 
 
