@@ -518,6 +518,7 @@ def _gathers() -> None:
         ((6, 2, 4), (6, 2, 6), -1, 2),
         ((6, 4, 12), (6, 12), 1, 1),
         ((6, 4, 5), (6, 12), 2, 1),
+        ((6, 4, 5), (6, 12), -1, -1),
         ((4, 3), (), 0, 0),
     ):
         case("GatherV2", real(*values), whole(*indices), axis, batch_dims=batch)

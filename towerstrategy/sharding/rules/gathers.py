@@ -37,8 +37,9 @@ def gather(op: Op, specs: Sequence[Spec]) -> Plan | None:
         return shapes.computed_sizes(op, specs)
     ranks, batch = (op.rank(0), op.rank(1)), op.attr("batch_dims")
     axes = op.axes(2, ranks[0])
-    if axes is None or None in ranks or batch < 0:
+    if axes is None or None in ranks:
         return None
+    batch += ranks[1] if batch < 0 else 0
     own_rows = None if axes[0] or batch else in_own_rows(op, specs, 1, 0)
     if own_rows is not None:
         return own_rows
