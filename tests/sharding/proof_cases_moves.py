@@ -409,6 +409,12 @@ def _pads_and_fills() -> None:
     )
     around(
         "Tile",
+        lambda x, y: raw.Tile(input=x, multiples=tf.stack([tf.shape(y)[0], 1])),
+        real(2, 3),
+        real(6, 2),
+    )
+    around(
+        "Tile",
         lambda x, y: raw.Tile(input=x, multiples=tf.stack([1, tf.shape(y)[0]])),
         real(6, 3),
         real(6, 2),

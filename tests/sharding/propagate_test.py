@@ -202,6 +202,20 @@ class PropagateTest(absltest.TestCase):
             self.assertEqual(_outputs(gradient_of(change), ([None, 4, 2, 3], Sharded(0))),
                              [Sharded(0)])
 
+    def test_gradients_of_what_each_example_repeats_keep_rows(self):
+        """DeBERTa v2 would take the gradient of its positions, which each example repeats, with all
+        rows, and send the repeated ones to the towers."""
+        def gradient(x, positions):
+            with tf.GradientTape() as tape:
+                tape.watch(positions)
+                heads = tf.reshape(x, [-1, 3, 4])
+                tiled = tf.tile(positions, [tf.shape(heads)[0] // 2, 1, 1])
+                loss = tf.reduce_sum(tf.matmul(heads, tiled) ** 2)
+            return [tiled, tape.gradient(loss, positions)]
+
+        self.assertEqual(_outputs(gradient, ([None, 2, 3, 4], Sharded(0)), ([2, 4, 5], REPLICATED)),
+                         [Sharded(0, 2), SUM])
+
     def test_chosen_rows_stay_on_the_towers(self):
         """A loss of `tf.boolean_mask(logits, mask)` and `tf.boolean_mask(labels, mask)` would be
         made with all rows, and all that is in front of it in the backward pass."""

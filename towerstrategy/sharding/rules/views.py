@@ -336,8 +336,10 @@ def tile(op: Op, specs: Sequence[Spec]) -> Plan | None:
         tiled = value if count == 1 else concatenated([value] * (count or 0))
         return Plan([value, REPLICATED], [tiled]) if tiled else None
     if isinstance(multiples, Size) and is_plain(value) and multiples.times is not None \
-            and op.rank(0) is not None and op.inputs[0].shape[multiples.at] == 1:
-        return Plan([REPLICATED, multiples], [multiples.shards(multiples.at)])
+            and op.rank(0) is not None and op.inputs[0].shape[multiples.at]:
+        times = multiples.times * op.inputs[0].shape[multiples.at]  # each example repeats it
+        return Plan([REPLICATED, multiples], [
+            dataclasses.replace(multiples, times=times).shards(multiples.at)])
     return None
 
 
