@@ -216,6 +216,15 @@ class PropagateTest(absltest.TestCase):
         self.assertEqual(_outputs(gradient, ([None, 2, 3, 4], Sharded(0)), ([2, 4, 5], REPLICATED)),
                          [Sharded(0, 2), SUM])
 
+    def test_a_rolled_permutation_in_a_branch_keeps_rows(self):
+        """DeBERTa's gather along any axis would transpose all rows."""
+        def transposed(x):
+            shift = tf.rank(x) - 2  # which the branch is given
+            return tf.cond(tf.size(x) > 9, lambda: tf.transpose(x, tf.roll(tf.range(3), shift, 0)),
+                           lambda: tf.transpose(-x, [2, 0, 1]))
+
+        self.assertEqual(_outputs(transposed, ([None, 2, 3], Sharded(0))), [Sharded(1)])
+
     def test_chosen_rows_stay_on_the_towers(self):
         """A loss of `tf.boolean_mask(logits, mask)` and `tf.boolean_mask(labels, mask)` would be
         made with all rows, and all that is in front of it in the backward pass."""

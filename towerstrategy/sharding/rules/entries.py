@@ -366,6 +366,7 @@ _COMPUTE: dict[str, tuple[str, Callable[..., Any]]] = {
     "Unpack": ("e", lambda _, entries: [_array([each], []) for each in entries]
                if entries.ndim == 1 else None),
     "Transpose": ("ek", lambda _, entries, order: entries.transpose(order)),
+    "Roll": ("ekk", lambda _, entries, *by: np.roll(entries, *by) if entries.ndim == 1 else None),
     "InvertPermutation": ("k", lambda _, order: np.argsort(order).astype(object)),
     "BroadcastArgs": ("e", _broadcast_args),
     "BroadcastGradientArgs": ("k", _broadcast_gradient_args),
