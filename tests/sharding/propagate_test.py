@@ -183,6 +183,21 @@ class PropagateTest(absltest.TestCase):
         self.assertEqual(_outputs(heads, ([None, 4, 2, 3], Sharded(0)), ([6, 5], REPLICATED)),
                          [Sharded(0)])
 
+    def test_gradients_of_heads_that_an_einsum_compares_keep_rows(self):
+        """All in front of T5's attentions would be done with all rows in the backward pass."""
+        def gradient(x, bias):
+            def heads(x):
+                return tf.transpose(tf.reshape(tf.sin(x), [tf.shape(x)[0], -1, 2, 3]), [0, 2, 1, 3])
+
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                scores = tf.einsum("bnqd,bnkd->bnqk", heads(x), heads(-x)) + bias
+                loss = tf.reduce_sum(tf.nn.softmax(scores) ** 2)
+            return tape.gradient(loss, x)
+
+        layout = _layout(gradient, ([None, 4, 6], Sharded(0)), ([None, 2, 4, 4], Sharded(0)))
+        self.assertEmpty(layout.fallbacks)
+
     def test_gradients_of_some_and_of_repeated_columns_keep_rows(self):
         """Detectors that leave out boxes, and decision trees that repeat a node's probability for
         its children, would be done with all rows in front of that in the backward pass."""

@@ -103,6 +103,8 @@ def sizes_of(tensor: tf.Tensor, depth: int = _DEPTH) -> list[int | None] | None:
         before, order = sizes_of(tensor.op.inputs[0], depth - 1), _tf.constant_value(
             tensor.op.inputs[1])
         computed = None if before is None or order is None else [before[dim] for dim in order]
+    elif tensor.op.type == "Einsum":
+        computed = _contracted_shape(tensor.op, depth - 1)
     elif (tensor.op.type, tensor.value_index) in _SHAPED_AS:
         source = tensor.op.inputs[_SHAPED_AS[tensor.op.type, tensor.value_index]]
         computed = sizes_of(source, depth - 1)
@@ -167,6 +169,18 @@ def _summed_shape(operation: tf.Operation, depth: int) -> list[int | None] | Non
     kept = [1] if operation.get_attr("keep_dims") else []
     summed = {int(axis) % max(len(before), 1) for axis in axes.flat}
     return [each for dim, size in enumerate(before) for each in (kept if dim in summed else [size])]
+
+
+def _contracted_shape(operation: tf.Operation, depth: int) -> list[int | None] | None:
+    """The shape of an einsum, from the size of each of its letters."""
+    inputs, output = operation.get_attr("equation").decode().replace(" ", "").split("->")
+    sizes: dict[str, int | None] = {}
+    for letters, value in zip(inputs.split(","), operation.inputs):
+        shape = sizes_of(value, depth)
+        if shape is None or "." in letters:
+            return None
+        sizes.update((letter, size) for letter, size in zip(letters, shape) if size is not None)
+    return [sizes.get(letter) for letter in output]
 
 
 def _broadcast_shape(shapes: Sequence[Any]) -> list[int | None] | None:
