@@ -231,6 +231,17 @@ class PropagateTest(absltest.TestCase):
         self.assertEqual(_outputs(gradient, ([None, 2, 3, 4], Sharded(0)), ([2, 4, 5], REPLICATED)),
                          [Sharded(0, 2), SUM])
 
+    def test_channels_in_another_order_keep_rows(self):
+        """The pixel shuffle of DeiT and Swin would be done with all rows, and all behind it."""
+        def gradient(x):
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                order = tf.tile(tf.constant([[2, 0, 1]]), [tf.shape(x)[0], 1])
+                loss = tf.reduce_sum(tf.gather(x, order, batch_dims=-1) ** 3)
+            return tape.gradient(loss, x)
+
+        self.assertEmpty(_layout(gradient, ([None, 2, 2, 3], Sharded(0))).fallbacks)
+
     def test_a_rolled_permutation_in_a_branch_keeps_rows(self):
         """DeBERTa's gather along any axis would transpose all rows."""
         def transposed(x):

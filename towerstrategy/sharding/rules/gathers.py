@@ -15,7 +15,7 @@ import tensorflow as tf
 from towerstrategy.sharding.rules import shapes
 from towerstrategy.sharding.rules.cut import cut
 from towerstrategy.sharding.rules.dimensions import DIMS, MIXED, but, by_names
-from towerstrategy.sharding.rules.own_rows import in_own_rows
+from towerstrategy.sharding.rules.own_rows import batch_dims, in_own_rows
 from towerstrategy.sharding.rules.registry import Op, Plan, rule
 from towerstrategy.sharding.spec import REPLICATED, SUM, Partial, Sharded, Size, Spec
 
@@ -35,11 +35,10 @@ def _output_is_smaller(op: Op, output: Spec) -> bool:
 def gather(op: Op, specs: Sequence[Spec]) -> Plan | None:
     if isinstance(specs[0], Size):
         return shapes.computed_sizes(op, specs)
-    ranks, batch = (op.rank(0), op.rank(1)), op.attr("batch_dims")
+    ranks, batch = (op.rank(0), op.rank(1)), batch_dims(op)
     axes = op.axes(2, ranks[0])
-    if axes is None or None in ranks:
+    if axes is None or None in ranks or batch is None:
         return None
-    batch += ranks[1] if batch < 0 else 0
     own_rows = None if axes[0] or batch else in_own_rows(op, specs, 1, 0)
     if own_rows is not None:
         return own_rows

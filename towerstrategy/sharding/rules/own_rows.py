@@ -273,6 +273,12 @@ def _added(operation: tf.Operation, column: _Column | None) -> _RowNumbers | Non
     return None
 
 
+def batch_dims(gather: Op) -> int | None:
+    """How many dimensions a gather's table and indices share; None if that is unknown."""
+    count, rank = gather.attr("batch_dims"), gather.rank(1)
+    return count if count >= 0 else None if rank is None else count + rank
+
+
 def _are_positions(tensor: tf.Tensor, size: int) -> bool:
     """Whether a gather by rows, which checks them, takes these numbers as positions below ``size``.
 
@@ -280,7 +286,7 @@ def _are_positions(tensor: tf.Tensor, size: int) -> bool:
     """
     for consumer in map(Op, tensor.consumers()):
         if consumer.type == "GatherV2" and consumer.inputs[1] is tensor \
-                and consumer.attr("batch_dims") > 0:
+                and batch_dims(consumer):
             axes, sizes = consumer.axes(2, consumer.rank(0)), sizes_of(consumer.inputs[0])
             if axes is not None and sizes is not None and sizes[axes[0]] == size:
                 return True
