@@ -242,6 +242,13 @@ class PropagateTest(absltest.TestCase):
 
         self.assertEmpty(_layout(gradient, ([None, 2, 2, 3], Sharded(0))).fallbacks)
 
+    def test_branches_that_put_rows_into_two_dimensions_are_reported(self):
+        """All behind such a branch is done with all rows, and `describe()` would not say so."""
+        layout = _layout(lambda x: tf.cond(tf.size(x) > 9, lambda: tf.transpose(x), lambda: -x),
+                         ([None, 4], Sharded(0)))
+        self.assertEqual(layout.outputs, [REPLICATED])
+        self.assertEqual([each.type for each in layout.fallbacks], ["StatelessIf"])
+
     def test_a_rolled_permutation_in_a_branch_keeps_rows(self):
         """DeBERTa's gather along any axis would transpose all rows."""
         def transposed(x):

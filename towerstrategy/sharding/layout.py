@@ -52,6 +52,12 @@ class Nested(Plan):
     only_read: Set[int] = frozenset()
     local: bool = False
 
+    @property
+    def gathers(self) -> bool:
+        """Whether a body makes rows that are whole outside, such as rows in two dimensions."""
+        return any(isinstance(inner, Sharded) and isinstance(outer, Replicated)
+                   for layout in self.layouts for inner, outer in zip(layout.outputs, self.gives))
+
 
 class Layout:
     """The specs of a graph's tensors and the plans of its operations.

@@ -136,9 +136,11 @@ class _Propagation:
             plan = registry.once(operation)
             if not all(map(self._can_become, operation.inputs, specs, plan.takes)):
                 raise CannotGather(zip(operation.inputs, specs))
-        if any(isinstance(wanted, Replicated) and isinstance(
+        gathers = isinstance(plan, Nested) and plan.gathers or any(
+            isinstance(wanted, Replicated) and isinstance(
                 spec, (Sharded, ListOf) if plan.once else ListOf)
-               for spec, wanted in zip(specs, plan.takes)) and not operation.writes_variables:
+            for spec, wanted in zip(specs, plan.takes))
+        if gathers and not operation.writes_variables:
             layout.fallbacks.append(operation)  # not sparse updates, which always take all rows
         if not self._depth and not isinstance(plan, Nested):
             plan = self._traffic.cheaper(operation, plan, list(specs))
