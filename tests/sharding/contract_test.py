@@ -126,6 +126,9 @@ RIGHT = {
         [tf.math.real(tf.signal.fft(tf.cast(w[0], tf.complex128))), w[1]], x, y)) / 8,
     "triangular_weights": lambda s, w, x, y: tf.reduce_sum(squares([tf.linalg.set_diag(
         tf.linalg.band_part(w[0], -1, 0), tf.exp(tf.linalg.diag_part(w[0]))), w[1]], x, y)) / 8,
+    "signals_on_a_graph": lambda s, w, x, y: mean_squared(
+        [tf.eye(3, 4, dtype=x.dtype), w[1]], tf.transpose(tf.sparse.sparse_dense_matmul(
+            tf.sparse.from_dense(np.eye(3, 4) * 2.), tf.transpose(x @ w[0]))), y),
     "determinant_beside_rows": lambda s, w, x, y: tf.reduce_sum(squares(w, x, y) + tf.reduce_sum(
         tf.math.log(tf.linalg.diag_part(tf.linalg.cholesky(tf.matmul(
             w[0], w[0], transpose_b=True) + tf.eye(3, dtype=x.dtype)))))) / 8,

@@ -571,6 +571,9 @@ def _gathers() -> None:
     around("SparseTensorDenseMatMul", lambda values, shape, b: raw.SparseTensorDenseMatMul(
         a_indices=[[0, 1], [5, 2]], a_values=values, a_shape=shape, b=b),
         real(2), np.asarray([6, 3]), real(3, 4))
+    for turned in (False, True):  # all rows beside each other, as of signals on one graph
+        case("SparseTensorDenseMatMul", [[0, 1], [3, 2]], real(2), [4, 3],
+             real(*([6, 3] if turned else [3, 6])), adjoint_b=turned)
     case("UnsortedSegmentMax", [[1.0, 3.0], [2.0, 4.0]], [5, 2], np.asarray(6, np.int32))
     case("ScatterNd", [[1], [5]], [2.0, 3.0], np.asarray([6], np.int32))
     case("ScatterNd", whole(6, 12, 2), real(6, 12), [4, 4])

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from towerstrategy.sharding.rules.dimensions import by_names
 from towerstrategy.sharding.rules.entries import entries_of
 from towerstrategy.sharding.rules.registry import HOST, Op, Plan, rule
 from towerstrategy.sharding.spec import REPLICATED, Sharded, Size, Spec, has_known_rows
@@ -60,5 +61,7 @@ def sparse_to_dense(op: Op, specs: Sequence[Spec]) -> Plan | None:
 @rule("SparseTensorDenseMatMul")
 def sparse_product(op: Op, specs: Sequence[Spec]) -> Plan | None:
     rows = specs[2]
-    return cut(op, specs, 2) if isinstance(rows, Size) and not rows.at and not op.attr(
-        "adjoint_a") else None
+    if isinstance(rows, Size):
+        return None if rows.at or op.attr("adjoint_a") else cut(op, specs, 2)
+    names = "n_" if op.attr("adjoint_b") else "_n"  # a column of the product needs its own alone
+    return by_names(op, specs, [None, None, None, names], ["_n"])
