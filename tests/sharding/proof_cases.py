@@ -263,6 +263,8 @@ def _contractions() -> None:
     ):
         case("MatMul", real(*first), real(*second), transpose_a=turned[0], transpose_b=turned[1])
     case("MatMul", real(6, 12, dtype=np.float32), real(12, 4, dtype=np.float32))
+    around("MatMul", lambda a, b: raw.MatMul(a=a, b=raw.PlaceholderWithDefault(
+        input=b, shape=tf.TensorShape(None))), real(6, 3), real(3, 4), title="of unknown rank")
     for type in ("BatchMatMul", "BatchMatMulV2", "BatchMatMulV3"):
         case(
             type, real(6, 4, 3), real(6, 3, 2), **({"Tout": tf.float64} if type[-1] == "3" else {})

@@ -48,8 +48,9 @@ def named(op: Op, specs: Sequence[Spec]) -> Plan | None:
 def matmul(op: Op, specs: Sequence[Spec]) -> Plan | None:
     flags = ("transpose_a", "transpose_b") if op.type == "MatMul" else ("adj_x", "adj_y")
     first, second = map(op.attr, flags)
-    plan = by_equation(op, specs, f"...{'km' if first else 'mk'},...{'nk' if second else 'kn'}"
-                       "->...mn", SUM, gathers=True)
+    dots = "" if op.type == "MatMul" else "..."  # a matrix, also where its rank is unknown
+    left, right = "km" if first else "mk", "nk" if second else "kn"
+    plan = by_equation(op, specs, f"{dots}{left},{dots}{right}->{dots}mn", SUM, gathers=True)
     if plan is not None and op.type == "MatMul" and second:
         plan.whole = _swapped
     return plan
