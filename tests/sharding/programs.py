@@ -47,6 +47,26 @@ def descend(loss_of, *variables, rate=0.1):
 
 
 @program
+def for_kinds_of_devices():
+    """TensorFlow Probability's draws have other numbers on CPUs, by a function of their own."""
+
+    def implementation(fn, **attributes):
+        return tf.function(fn, autograph=False, experimental_attributes={
+            "api_implements": "draws", **attributes})
+
+    of_all = implementation(lambda x: x + 1)
+    of_cpus = implementation(lambda x: x * 3, api_preferred_device="CPU")
+    w = weights(4)
+
+    @tf.function(autograph=False)
+    def drawn(x):
+        of_cpus.get_concrete_function(x).add_to_graph()
+        return of_all(x)
+
+    return descend(lambda x, y: tf.reduce_mean((drawn(x) * w) ** 2), w)
+
+
+@program
 def convolutions():
     """Kernels that CPUs fuse with what is beside them: no rows get a wrong shape, or they fail."""
     filters = [tf.Variable(tf.cast(weights(*shape), tf.float32))

@@ -40,7 +40,7 @@ class TrafficTest(parameterized.TestCase):
                 step + 1, tf.nn.conv2d(images, kernel, 1, "SAME")), (0, images))[1]
 
         layout = layout_of(step, [[None, 4, 4, 2], [3, 3, 2, 2]], [Sharded(0), REPLICATED],
-                           Traffic(4, 256, cpus=cpus))
+                           Traffic(4, 256, kinds=frozenset({"CPU" if cpus else "GPU"})))
         loop, = (plan for plan in layout.plans.values() if isinstance(plan, Nested))
         padded = [plan.padded for plan in loop.layouts[1].plans.values()]
         self.assertEqual((any(padded), loop.local), (cpus, not cpus))

@@ -183,6 +183,31 @@ def called_function(call: tf.Operation) -> str:
     return call.get_attr("f").name if call.type in CALLS else call.type
 
 
+def implementation(graph: Any, name: str, kinds: frozenset[str]) -> str:
+    """The function that TensorFlow's graph optimizer calls in place of ``name`` on such devices.
+
+    It replaces calls, by their device, among functions that implement the same; a call that is
+    inlined is none.  A function with a gradient stays: its other half is another call.
+    """
+    api = _implemented(graph, name)
+    while api[0] and graph is not None:
+        for other in getattr(graph, "_functions", ()):
+            if _implemented(graph, other) == (api[0], *kinds):
+                return str(other)
+        graph = getattr(graph, "outer_graph", None)
+    return name
+
+
+def _implemented(graph: Any, name: str) -> tuple[str, str]:
+    """What a function implements and the kind of devices that it is for; empty if not known."""
+    attributes = function_definition(graph, name).attr
+    if "forward_function_name" in attributes or "backward_function_name" in attributes:
+        return "", ""
+    api, device = (attributes[key].s.decode() if key in attributes else ""
+                   for key in ("api_implements", "api_preferred_device"))
+    return api, device
+
+
 def functions_in_attributes(node: Any) -> list[str]:
     """The names of the functions in a node's attributes, and in place of its type."""
     names = [node.op] if is_call(node.op) and node.op not in CALLS else []

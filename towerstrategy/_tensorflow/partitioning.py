@@ -185,14 +185,15 @@ def called_by_each_tower(call: tf.Operation) -> list[list[str]]:
         if _BY_EACH in attributes else []
 
 
-def called_body(call: tf.Operation) -> Any:
+def called_body(call: tf.Operation, kinds: frozenset[str]) -> Any:
     """The graph of the function that ``call`` calls; static integer inputs are constants in it.
 
-    So the axes and permutations in a function's gradient are known.
+    So the axes and permutations in a function's gradient are known.  ``kinds`` are those of the
+    devices on which it runs.
     """
     known = {index: value for index, tensor in enumerate(call.inputs)
              if tensor.dtype.is_integer and (value := constant_value(tensor)) is not None}
-    name = functions.called_function(call)
+    name = functions.implementation(call.graph, functions.called_function(call), kinds)
     if not known:
         return body_of(call.graph, name, call.inputs)
     definition = copy.deepcopy(functions.function_of(call.graph, name).cached_definition)

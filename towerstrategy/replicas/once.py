@@ -48,7 +48,7 @@ class _Once(contexts.Call):
         self.created: list[tuple[Any, Any]] = []  # the new variables, with their initial values
         self._opened = False  # whether a value's number of rows is unknown in the trace
         self._warning: Warning | None = None  # a warning that the user has turned into an error
-        self.contract = contract.Contract()
+        self.contract = contract.Contract(strategy.extended.placement.kinds)
         self._count = len(strategy.extended.worker_devices)
         self._error_note = strategy.extended.placement.note(0, shares.in_words(0))
 

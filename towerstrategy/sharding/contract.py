@@ -75,8 +75,8 @@ class Contract:
       padded: the names of operations that a tower without rows must pad -> their plans.
     """
 
-    def __init__(self, graph: Any = None) -> None:
-        self.graph = graph
+    def __init__(self, kinds: frozenset[str], graph: Any = None) -> None:
+        self._kinds, self.graph = kinds, graph
         self.padded: dict[str, Plan] = {}
         self._states: dict[str, State] = {}
         self._bodies: dict[str, list[Contract]] = {}  # operation -> those of its function bodies
@@ -146,7 +146,7 @@ class Contract:
             states = _zeros_as_others(operation, states, [
                 self._is_zero(tensor) for tensor in operation.inputs])
         if _tf.is_call(operation.type):
-            return self._call(operation, [_tf.called_body(operation)], states)[0]
+            return self._call(operation, [_tf.called_body(operation, self._kinds)], states)[0]
         if operation.type in LOOPS:
             return self._loop(operation, states)
         if operation.type in BRANCHES:
@@ -167,7 +167,7 @@ class Contract:
             zeros = [*map(self._is_zero, operation.inputs)][-len(states[0]):]
         contracts = self._bodies[operation.name] = []
         for body, inputs in zip(bodies, states):
-            inner = Contract(body)
+            inner = Contract(self._kinds, body)
             inner._states.update(zip((tensor.name for tensor in body.inputs), inputs))
             inner._zeros = {tensor.name for tensor, zero in zip(body.inputs, zeros) if zero}
             inner.look_at(op.operation for op in needed_in_order(body))

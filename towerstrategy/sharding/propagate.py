@@ -257,7 +257,7 @@ class _Propagation:
             raise NotImplementedError(
                 "with synchronize_batch_norm=False, gradients of batch norm cannot be vectorized "
                 "(pass experimental_use_pfor=False), nor be taken in forward mode")
-        body = _tf.called_body(operation.operation)
+        body = _tf.called_body(operation.operation, self._traffic.kinds)
         self._note_functions(operation, [body], operation.inputs)
         layout = self.layout(body, specs)
         if _tf.is_compiled(operation.operation) and not operation.handles \

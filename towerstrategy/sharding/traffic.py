@@ -46,17 +46,17 @@ class Traffic:
       towers: the number of towers; 0 keeps each plan of the table.
       rows: the approximate number of rows of a batch.
       shared: whether the towers share their cores, so that sharded work is no faster.
-      cpus: whether some towers are CPUs.
+      kinds: the types of the towers' devices.
     """
 
     towers: int = 0
     rows: int = 0
     shared: bool = False
-    cpus: bool = True
+    kinds: frozenset[str] = frozenset({"CPU"})
 
     def pads(self, plan: Plan) -> bool:
         """Whether a tower without rows needs a row of padding for an operation of this plan."""
-        return plan.padded is True or plan.padded == "CPU" and self.cpus
+        return plan.padded is True or plan.padded in self.kinds
 
     def cheaper(self, operation: Op, plan: Plan, specs: list[Spec]) -> Plan:
         """``plan``, or a plan that moves fewer bytes."""
@@ -90,11 +90,10 @@ def of_strategy(strategy: Any, known_rows: int | None) -> Traffic:
     It keeps the table's plans if all micro-batches' rows would be held, or rows cross machines.
     """
     placement, count = strategy.extended.placement, len(strategy.extended.worker_devices)
-    cpus = "CPU" in placement.kinds
     if strategy.extended.workers is not None or placement.micro_batches > 1 or placement.rows:
-        return Traffic(cpus=cpus)
+        return Traffic(kinds=placement.kinds)
     guess = count * (ROWS if placement.on_cpu else MANY_ROWS)
-    return Traffic(count, known_rows or guess, placement.on_cpu, cpus)
+    return Traffic(count, known_rows or guess, placement.on_cpu, placement.kinds)
 
 
 def gather_early(layout: Layout) -> None:
