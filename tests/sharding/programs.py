@@ -67,6 +67,20 @@ def for_kinds_of_devices():
 
 
 @program
+def filters():
+    """As of a Kalman filter: a matrix that a loop keeps for its gradient has no static shape."""
+    w = tf.Variable(tf.cast(weights(2, 2), tf.float32))
+
+    def loss_of(x, y):
+        made, = tf.while_loop(lambda made: tf.reduce_sum(made ** 2) < 1e4, lambda made: (
+            tf.matmul(tf.linalg.set_diag(made, tf.linalg.diag_part(made) * 2), made @ w) + made,),
+            [w + tf.eye(2)], maximum_iterations=2)
+        return tf.reduce_mean((tf.cast(x[:, :2], tf.float32) @ made) ** 2)
+
+    return descend(loss_of, w, rate=1e-3)
+
+
+@program
 def convolutions():
     """Kernels that CPUs fuse with what is beside them: no rows get a wrong shape, or they fail."""
     filters = [tf.Variable(tf.cast(weights(*shape), tf.float32))

@@ -38,6 +38,7 @@ class Node(NamedTuple):
     input: list[str]
     device: str
     attributes: bytes  # a serialized NodeDef that has nothing but attributes
+    outputs: list[Ref]
 
 
 # Device -> the nodes there that take a tensor, each with the number of that input.
@@ -134,8 +135,12 @@ class Builder:
         """Imports the collected nodes into ``graph``."""
         graph_def = tf.compat.v1.GraphDef(versions=self.graph.graph_def_versions)
         for node in self.nodes.values():
-            graph_def.node.add(name=node.name, op=node.op, input=node.input,
-                               device=node.device).MergeFromString(node.attributes)
+            copied = graph_def.node.add(name=node.name, op=node.op, input=node.input,
+                                        device=node.device)
+            copied.MergeFromString(node.attributes)
+            if not self.shapes.keys().isdisjoint(node.outputs):  # TensorFlow may infer less
+                copied.attr["_output_shapes"].list.shape.extend(
+                    tf.TensorShape(self.shapes.get(ref)).as_proto() for ref in node.outputs)
         used = {text for node in self.nodes.values() for text in node.input}
         outer = {ref.input: tensor for ref, tensor in self._outer.items()
                  if ref.input in used}  # TensorFlow refuses others
@@ -228,8 +233,8 @@ class Builder:
             self._names[wanted] += 1
             name = f"{wanted}_{self._names[wanted]}"
         self._names[name] = 0
-        self.nodes[name] = Node(name, type, texts, device, attributes)
         result = [Ref(name, index, dtype) for index, dtype in enumerate(dtypes)], name
+        self.nodes[name] = Node(name, type, texts, device, attributes, result[0])
         if key is not None:
             self._reusable[key] = result
         return result
