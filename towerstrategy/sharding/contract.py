@@ -14,6 +14,7 @@ part of the batch's mean.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -135,16 +136,17 @@ class Contract:
 
     def _operation(self, operation: tf.Operation) -> Sequence[State]:
         states = [self.of(tensor) for tensor in operation.inputs]
-        count = len(operation.outputs)
+        count, adds = len(operation.outputs), operation.type in scaling.ADDITIVE
+        zeros = [self._is_zero(tensor) for tensor in operation.inputs] if adds else []
         if count == 1 and (scaling.is_zero(operation.outputs[0]) or any(
                 tensor.name in self._zeros and scaling.zero_stays(operation, index)
-                for index, tensor in enumerate(operation.inputs))):
+                for index, tensor in enumerate(operation.inputs)) or adds and zeros == [
+                scaling.is_number(tensor) for tensor in operation.inputs] and any(zeros)):
             self._zeros.add(operation.outputs[0].name)
             spec = self._outputs_of(operation, states)[0].spec
             return [State(spec) if isinstance(spec, Sharded) else SAME]
-        if operation.type in scaling.ADDITIVE:
-            states = _zeros_as_others(operation, states, [
-                self._is_zero(tensor) for tensor in operation.inputs])
+        if adds:
+            states = _zeros_as_others(operation, states, zeros)
         if _tf.is_call(operation.type):
             return self._call(operation, [_tf.called_body(operation, self._kinds)], states)[0]
         if operation.type in LOOPS:
@@ -177,16 +179,20 @@ class Contract:
     def _loop(self, operation: tf.Operation, states: list[State]) -> list[State]:
         """The states of a loop's variables: a fixpoint; all towers must iterate as often."""
         functions = functions_of(operation)
-        zeros = [self._is_zero(tensor) for tensor in operation.inputs]
+        zeros = known = [self._is_zero(tensor) for tensor in operation.inputs]
         read = are_read(*functions)
         lists.note_constants(functions[1], operation.inputs, is_loop=True)
         for iteration in range(propagate.ROUNDS):
-            tested, outputs = self._call(operation, functions, states, states,
-                                         zeros=() if iteration else zeros)
+            tested, outputs = self._call(operation, functions, states, states, zeros=known)
+            body, before = self._bodies[operation.name][1], known
+            known = [zero and body._is_zero(tensor) for zero, tensor in zip(
+                known, functions[1].outputs)]  # after each iteration
             after = [_loop_variable(*each) for each in zip(
                 states, outputs, operation.inputs, functions[1].outputs, read, zeros)]
-            if iteration and after == states:
+            if iteration and (after, known) == (states, before):
                 if tested == [SAME]:
+                    self._zeros.update(itertools.compress(
+                        (tensor.name for tensor in operation.outputs), known))
                     return states
                 break
             states = after
