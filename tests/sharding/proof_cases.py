@@ -248,6 +248,7 @@ _OTHER_BINARY: dict[str, Callable[[str], None]] = {
         case(type, order, real(6, 4))  # type: ignore
         for order in (np.asarray(2.0), np.asarray([2.0, 1.0, 3.0, 2.0]))
     ],
+    "RandomGammaGrad": lambda type: _two(type, lambda *s: real(*s, low=1, high=4)),
     "Zeta": lambda type: _two(type, lambda *s: real(*s, low=1.5, high=4), lambda *s: real(*s)),
 }
 

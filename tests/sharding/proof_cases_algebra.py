@@ -190,6 +190,16 @@ def _draws() -> None:
     for type in ("RandomUniform", "RandomStandardNormal", "TruncatedNormal"):
         around(type, by_state(type, dtype=tf.float64), real(6, 3))
     around("RandomUniformInt", by_state("RandomUniformInt", minval=0, maxval=7), real(6, 3))
+    pair = {"seed": [1, 2], "dtype": tf.float64}
+    for type, inputs in (
+            ("StatelessRandomGammaV3", lambda x: {
+                "key": key, "counter": counter, "alg": 1, "alpha": x}),
+            ("StatelessRandomPoisson", lambda x: {**pair, "lam": x}),
+            ("StatelessRandomBinomial", lambda x: {**pair, "counts": x * 9, "probs": 1 / x}),
+            ("StatelessParameterizedTruncatedNormal", lambda x: {
+                "seed": [1, 2], "means": x, "stddevs": x, "minvals": x - 1, "maxvals": x + 1})):
+        around(type, lambda x, type=type, inputs=inputs: getattr(raw, type)(
+            shape=tf.shape(x), **inputs(tf.abs(x) + 1)), real(6, 3))
     for shape in ((6, 3), (12,), (3, 6)):
         case("RandomShuffle", real(*shape), seed=1, seed2=2)
         if len(shape) == 2:

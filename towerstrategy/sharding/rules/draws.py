@@ -21,6 +21,7 @@ from towerstrategy.sharding.rules.dimensions import is_plain
 from towerstrategy.sharding.rules.registry import EACH, Op, Plan, rule
 from towerstrategy.sharding.spec import (
     REPLICATED,
+    Replicated,
     Sharded,
     Size,
     Spec,
@@ -59,6 +60,16 @@ def draw_by_state(op: Op, specs: Sequence[Spec]) -> Plan | None:
             or not all(map(is_plain, specs[1:])):
         return None
     return Plan([REPLICATED] * len(specs), [size.shards(size.at)], once=True)
+
+
+@rule("StatelessRandomGammaV3", "StatelessRandomPoisson", "StatelessRandomBinomial",
+      "StatelessParameterizedTruncatedNormal")
+def draw_by_parameters(op: Op, specs: Sequence[Spec]) -> Plan | None:
+    size = specs[0]
+    if not isinstance(size, Size) or not has_known_rows(size) or op.out_rank() is None \
+            or not all(isinstance(spec, (Sharded, Replicated)) for spec in specs[1:]):
+        return None
+    return Plan([REPLICATED] * len(specs), [size.shards(size.at)], once=True, alone=0)
 
 
 @rule("RandomShuffle", "Multinomial", "StatelessMultinomial")
