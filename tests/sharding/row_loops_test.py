@@ -9,6 +9,7 @@ import wide
 
 DEVICES = towerstrategy.split_cpu(8)
 X = np.random.default_rng(0).normal(size=[9, 3])
+LIMIT = tf.constant(1e6, tf.float64)
 TABLE = tf.constant(np.random.default_rng(1).normal(size=[20, 3]))
 
 
@@ -358,6 +359,17 @@ def constants_of_branches(h, w, x):
     return total(results.stack())
 
 
+def checked(h, w, x):
+    """Assertions of an iteration, with and without a branch around them."""
+    def inner(number, row):
+        tf.debugging.assert_less(tf.abs(row), LIMIT)
+        tf.debugging.Assert(number < 100, ["too many rows"])
+        return tf.reduce_sum(tf.sin(row))
+
+    return total(tf.map_fn(lambda both: inner(*both), (tf.range(tf.shape(x)[0]), h),
+                           fn_output_signature=h.dtype))
+
+
 def pairs(h, w, x):
     """A loop over all rows for each row."""
     h, added = tf.stop_gradient(h), tf.constant(0., h.dtype)
@@ -380,7 +392,7 @@ def pairs_in_a_list(h, w, x):
 
 BY_ROW = [mapped, mapped_with_branches_and_loops, numbered, statistics_of_all, each_row, indexed,
           written, several_a_row, as_many_times, subtracted, continued, in_branches,
-          rows_in_branches, constants_of_branches]
+          rows_in_branches, constants_of_branches, checked]
 NOT_BY_ROW = [indices_written, scanned, decayed, largest, until, rows_before, other_rows,
               changed_rows, stepped, some_rows, pairs]
 ALONE = [swapped, swapped_lists, last_list, sizes_of_a_list, pushed_twice, pushed_in_two_loops,
@@ -421,6 +433,14 @@ class RowLoopsTest(parameterized.TestCase):
         strategy = towerstrategy.TowerStrategy(DEVICES[:3], **options)
         self.check(strategy, BY_ROW)
         self.assertEmpty(strategy.extended.done_with_all_rows)
+
+    def test_assertions_of_an_iteration(self):
+        """Else what a program asserts of each of its rows goes unnoticed on some towers."""
+        strategy = towerstrategy.TowerStrategy(DEVICES[:3])
+        for row in 0, 8:
+            x = np.where(np.arange(9)[:, None] == row, 2e6, X)
+            with self.assertRaisesRegex(tf.errors.InvalidArgumentError, "assertion failed"):
+                strategy.function(lambda x: checked(x, x, x))(strategy.split(x))
 
     def test_iterations_that_depend_on_others_run_once(self):
         """Else what an iteration takes from others is that of the tower's rows alone."""

@@ -235,9 +235,14 @@ def _is_slice_of_row(op: Op, index: Sequence[Spec], rows: Size) -> bool:
         and list(index[:2]) == [Index(rows, 0), Index(rows, 1)] and index[2] == REPLICATED
 
 
+def _check(op: Op, specs: Sequence[Spec]) -> Plan | None:
+    """Each tower checks what it has; if one device fails at a row, so does the row's tower."""
+    return Plan(list(map(one_devices, specs)), []) if all(map(is_one_devices, specs)) else None
+
+
 OF_ROWS = {Index, InRow, MoreRows, Position, Row, Total}
 _RULES: dict[str, Rule] = {
-    "Add": _add, "AddN": _add, "AddV2": _add, "Less": _less, "LogicalAnd": _and, "Pack": _index,
-    "OptionalFromValue": plan_by_table, "StridedSlice": _row_of,
+    "Add": _add, "AddN": _add, "AddV2": _add, "Assert": _check, "Less": _less, "LogicalAnd": _and,
+    "Pack": _index, "OptionalFromValue": plan_by_table, "StridedSlice": _row_of,
     "StridedSliceGrad": _gradient_of_row, "Sub": _subtract,
 }
