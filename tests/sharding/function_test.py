@@ -290,6 +290,24 @@ class FunctionTest(parameterized.TestCase):
         with self.assertRaises(tf.errors.InvalidArgumentError):
             strategy.function(of_several)(one)
 
+    def test_sequences_of_an_open_length_taken_apart_again(self):
+        """Else ``reshape(flat, [rows, -1, 4])`` gathers all rows; there are towers without rows."""
+        strategy, signature = strategy_of(3), [tf.TensorSpec([None, None, 4], tf.float64)]
+        w = tf.random.stateless_normal([4, 4], [1, 2], dtype=tf.float64)
+
+        def step(x):
+            flat = tf.tanh(tf.reshape(x, [-1, 4]) @ w)
+            more = tf.ones([tf.shape(x)[1], 1], x.dtype)
+            apart = tf.reshape(flat, [tf.shape(x)[0], -1, 4]) + more
+            return tf.reduce_sum(tf.nn.softmax(apart, 1) * x), apart
+
+        run = strategy.function(step, signature)
+        for rows, length in (7, 5), (2, 3):
+            x = tf.random.stateless_normal([rows, length, 4], [3, 4], dtype=tf.float64)
+            for given, expected in zip(run(strategy.split(x)), step(x)):
+                np.testing.assert_allclose(given, expected, rtol=1e-12)
+        self.assertEmpty(strategy.extended.done_with_all_rows)
+
     def test_bodies_that_are_called_by_their_names(self):
         """Else the loops of CTC losses run on one device."""
         strategy = strategy_of(3)

@@ -10,6 +10,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import tensorflow as tf
+
 from towerstrategy.sharding.rules import shapes
 from towerstrategy.sharding.rules.entries import (
     ONE,
@@ -18,7 +20,7 @@ from towerstrategy.sharding.rules.entries import (
     quotient,
     sizes_of,
 )
-from towerstrategy.sharding.rules.registry import EACH, Op, Plan
+from towerstrategy.sharding.rules.registry import EACH, HOST, Op, Plan
 from towerstrategy.sharding.spec import (
     REPLICATED,
     Sharded,
@@ -60,7 +62,7 @@ def reshape(op: Op, spec: Spec, target: Spec) -> Plan | None:
         # TensorFlow infers a size of -1 from the sizes that are not 0. On a tower without rows that
         # is wrong where sizes move between the rows' dimension and others; so the size is put in.
         (dim, size), = inferred.items()
-        return None if size is None else _with_size(plan, op, dim, size)
+        return _with_size(plan, op, dim, size)
     return plan
 
 
@@ -147,10 +149,24 @@ def _sizes_after(op: Op, requested: Sequence[Any] | None, target: Spec = REPLICA
             for size, wanted in zip(static, requested)]
 
 
-def _with_size(plan: Plan, op: Op, dim: int, size: int) -> Plan:
-    """``plan``, where each tower's target shape gets ``size`` in dimension ``dim``."""
+def _with_size(plan: Plan, op: Op, dim: int, size: int | None) -> Plan:
+    """``plan``, where each tower's target shape gets ``size`` in dimension ``dim``.
+
+    None is the size that TensorFlow infers for the whole batch.
+    """
+    dtype = op.inputs[1].dtype
+
+    def inferred(m: Any) -> Any:
+        zero, one = (m.constant(number, tf.int32, HOST) for number in (0, 1))
+        entries, others = (
+            m.make("Prod", [m.make("Cast", [shape], HOST, DstT=tf.int64), zero], HOST)
+            for shape in (m.shape(0, dtype), m.whole(1)))
+        others = m.make("Maximum", [m.make("Neg", [others], HOST), m.make(
+            "Cast", [one], HOST, DstT=tf.int64)], HOST)
+        return m.make("Cast", [m.make("FloorDiv", [entries, others], HOST)], HOST, DstT=dtype)
+
     def make(m: Any) -> Any:
-        return m.copy([m.parts(0), m.with_entry(
-            1, dim, m.constant(size, op.inputs[1].dtype, EACH))], EACH)
+        return m.copy([m.parts(0), m.with_entry(1, dim, inferred(
+            m) if size is None else m.constant(size, dtype, EACH))], EACH)
 
     return dataclasses.replace(plan, make=make, alone=0)
