@@ -34,6 +34,13 @@ def copy_handle_data(source: tf.Tensor, target: tf.Tensor) -> None:
         handle_data_util.copy_handle_data(source, target)
 
 
+def shape_of_entries(tensor_list: tf.Tensor) -> tf.TensorShape | None:
+    """The static shape of a list's entries; None unless all of it is known."""
+    data = handle_data_util.get_resource_handle_data(tensor_list)
+    shapes = [tf.TensorShape(each.shape) for each in data.shape_and_type]
+    return shapes[0] if shapes and shapes[0].is_fully_defined() else None
+
+
 def half_of(tensor: tf.Tensor) -> tf.Tensor | None:
     """The half-precision tensor that ``tensor`` is a wider cast of; None if it is no such cast."""
     half = tensor.op.inputs[0] if tensor.op.type == "Cast" and tensor.dtype.is_floating else None

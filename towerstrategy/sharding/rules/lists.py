@@ -33,25 +33,26 @@ from towerstrategy.sharding.spec import (
     Spec,
 )
 
-_NEW = ("EmptyTensorList", "TensorListReserve")
-
 
 def is_empty(tensor_list: tf.Tensor, element: Spec | None) -> bool:
     """Whether a replicated list, or optional, is new and empty, so that each tower may have a copy.
 
     ``element`` is the spec of the entries that are put into it.  If they are sharded, the list must
-    not say how many rows they have.  Zeros like a list are as good as none.
+    not say how many rows they have, see :func:`says_rows`.  Zeros like a list are as good as none.
     """
     kind = tensor_list.op.type
-    if kind in _NEW:
-        return not says_rows(tensor_list, element)  # else it is made anew
+    if kind in ("EmptyTensorList", "TensorListReserve"):
+        return not isinstance(element, Sharded) or _is_open(tensor_list.op.inputs[0], element.dim)
     return kind == "OptionalNone" or kind == "ZerosLike" and not isinstance(element, Sharded)
 
 
 def says_rows(tensor_list: tf.Tensor, element: Spec | None) -> bool:
     """Whether a new list says how many rows entries of this spec have: each tower makes its own."""
-    return tensor_list.op.type in _NEW and isinstance(element, Sharded) \
-        and not _is_open(tensor_list.op.inputs[0], element.dim)
+    if not isinstance(element, Sharded) \
+            or tensor_list.op.type not in ("EmptyTensorList", "TensorListReserve"):
+        return False
+    sizes = entries_of(tensor_list.op.inputs[0])
+    return sizes is not None and bool(sizes.ndim) and (sizes[element.dim] or -1) > 0
 
 
 def _is_open(shape: tf.Tensor, dim: int) -> bool:
@@ -122,8 +123,9 @@ def put(op: Op, specs: Sequence[Spec]) -> Plan | None:
         if entry == REPLICATED:
             return None
         held = ListOf(entry)
-    if entry == REPLICATED and isinstance(held.element, Sharded):
-        entry = held.element  # of all rows, such as zeros
+    if entry == REPLICATED and isinstance(held.element, Sharded) \
+            and op.inputs[-1].shape == _tf.shape_of_entries(op.inputs[0]):
+        entry = held.element  # it has all rows, as zeros have
     if isinstance(entry, Row) or held.element not in (None, entry) or not all(map(is_plain, index)):
         return None
     return Plan([held, *[REPLICATED] * len(index), entry], [ListOf(entry)])
