@@ -98,6 +98,30 @@ def convolutions():
 
 
 @program
+def branches_that_are_known():
+    """Conditions that TensorFlow knows: the branch that is taken writes, draws and has shapes."""
+    w, count = weights(4, 4), tf.Variable(0, trainable=False)
+
+    def counted(h):
+        count.assign_add(1)
+        return tf.nn.dropout(h, 0.5, seed=3)
+
+    def loss_of(x, y):
+        two = tf.constant(2)
+        h = tf.tanh(x @ w)
+        h = tf.cond(tf.equal(tf.rank(h), 2), lambda: tf.reshape(h, [-1, two, 2]),
+                    lambda: tf.transpose(h))
+        width = tf.cond(tf.reduce_min([4, 9]) <= 5, lambda: 4 // two, lambda: tf.constant(7))
+        h = tf.reshape(h, [-1, width, 2])
+        h = tf.cond(tf.constant(False), lambda: tf.transpose(h), lambda: counted(h))
+        h = tf.switch_case(tf.constant(9), [lambda: h, lambda: h * tf.reduce_sum(h, 0)])
+        return tf.reduce_mean(h ** 2)
+
+    step, state = descend(loss_of, w)
+    return step, [*state, count]
+
+
+@program
 def traces_in_a_loop():
     """Of Jacobians, as in a continuous flow."""
     w = weights(4, 9)

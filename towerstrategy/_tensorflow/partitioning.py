@@ -48,7 +48,7 @@ def _constant_value(tensor: tf.Tensor) -> Any:
         body = body_of(tensor.graph, functions.called_function(tensor.op))
         value = tf.get_static_value(body.outputs[tensor.value_index])
     # Such as axes that are computed from constants, for which tf.get_static_value returns None.
-    if value is None and tensor.dtype.is_integer and (
+    if value is None and (tensor.dtype.is_integer or tensor.dtype.is_bool) and (
             tensor.shape.is_fully_defined() or tensor.shape.rank == 1):
         with tensor.graph._c_graph.get() as c_graph:
             value = pywrap_tf_session.TF_TryEvaluateConstant_wrapper(
@@ -75,6 +75,38 @@ def body_of(graph: tf.Graph, name: str, arguments: Sequence[tf.Tensor] | None = 
     if isinstance(body, func_graph_lib.FuncGraph):
         return body
     return _graph_of(copy.deepcopy(function.cached_definition), graph, arguments)
+
+
+def function_attributes(type: str) -> list[str]:
+    """The attributes of branches or loops that name functions: one for each, or a list."""
+    return [attr.name for attr in op_def(type).attr if "func" in attr.type]
+
+
+def functions_of(operation: tf.Operation) -> list[Any]:
+    """The graphs of all branches, or of a loop's condition and body."""
+    named = [operation.get_attr(name) for name in function_attributes(operation.type)]
+    called = named[0] if isinstance(named[0], list) else named
+    # A loop's outputs have the shapes that its variables have in all iterations.
+    arguments = operation.outputs if operation.type in functions.LOOPS else operation.inputs[1:]
+    return [body_of(operation.graph, function.name, arguments) for function in called]
+
+
+def taken_branch(operation: tf.Operation) -> Any:
+    """The graph of the branch that is taken; None if that is not known before it runs.
+
+    The constants among its inputs are noted.
+    """
+    value = constant_value(operation.inputs[0])
+    cases = len(function_attributes(operation.type)) == 1
+    if value is None or value.ndim or not cases and operation.inputs[0].dtype != tf.bool:
+        return None
+    branches = functions_of(operation)
+    number = int(value) if cases else int(not value)
+    branch = branches[number if 0 <= number < len(branches) else -1]
+    for inner, outer in zip(branch.inputs, operation.inputs[1:]):
+        if outer.dtype.is_integer:
+            note_constant(inner, constant_value(outer))
+    return branch
 
 
 def source_of(tensor: tf.Tensor) -> tf.Tensor:

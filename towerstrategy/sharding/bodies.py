@@ -17,7 +17,7 @@ import tensorflow as tf
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.sharding.across import Across
 from towerstrategy.sharding.builder import Builder, Ref
-from towerstrategy.sharding.layout import Layout, function_attributes
+from towerstrategy.sharding.layout import Layout
 from towerstrategy.sharding.rules.registry import Op
 from towerstrategy.sharding.spec import PARTED, REPLICATED, Replicated, Sharded, Spec
 from towerstrategy.sharding.towers import Towers
@@ -186,7 +186,7 @@ def attributes_of(operation: Op, names: Sequence[str], takes: Iterable[Ref],
     node = tf.compat.v1.NodeDef.FromString(operation.definition.attributes)
     for stale in ("output_shapes", "_read_only_resource_inputs"):
         node.attr.pop(stale, None)
-    keys = function_attributes(operation.type)
+    keys = _tf.function_attributes(operation.type)
     for key, function in zip(keys, functions):
         node.attr[key].CopyFrom(attr(func=function) if len(keys) > 1
                                 else attr(list=attr.ListValue(func=functions)))

@@ -17,6 +17,7 @@ from typing import Any
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
+from towerstrategy.sharding.rules import scaling
 from towerstrategy.sharding.rules.registry import Op, Plan
 from towerstrategy.sharding.rules.row_loops import is_kept
 from towerstrategy.sharding.spec import (
@@ -35,6 +36,7 @@ from towerstrategy.sharding.spec import (
 )
 
 BRANCHES, LOOPS = _tf.BRANCHES, _tf.LOOPS
+functions_of = _tf.functions_of
 
 
 @dataclasses.dataclass
@@ -43,7 +45,8 @@ class Nested(Plan):
 
     Attributes:
       layouts: the layouts of its functions: the body of a call, all branches, or a loop's condition
-        and body.
+        and body; of branches whose condition is constant, the one that is taken.
+      inlined: whether its only function is part of the graph around it: a call's, or a branch.
       only_read: see :func:`only_read`.
       local: whether each tower can run it alone, because nothing in it needs another tower's data.
     """
@@ -51,6 +54,7 @@ class Nested(Plan):
     layouts: Sequence[Layout] = ()
     only_read: Set[int] = frozenset()
     local: bool = False
+    inlined: bool = False
 
     @property
     def gathers(self) -> bool:
@@ -121,20 +125,6 @@ def needed_in_order(graph: Any) -> list[Op]:
     return order
 
 
-def function_attributes(type: str) -> list[str]:
-    """The attributes of branches or loops that name functions: one for each, or a list."""
-    return [attr.name for attr in _tf.op_def(type).attr if "func" in attr.type]
-
-
-def functions_of(operation: tf.Operation) -> list[Any]:
-    """The graphs of all branches, or of a loop's condition and body."""
-    named = [operation.get_attr(name) for name in function_attributes(operation.type)]
-    functions = named[0] if isinstance(named[0], list) else named
-    # A loop's outputs have the shapes that its variables have in all iterations.
-    arguments = operation.outputs if operation.type in LOOPS else operation.inputs[1:]
-    return [_tf.body_of(operation.graph, function.name, arguments) for function in functions]
-
-
 def are_read(condition: Any, body: Any) -> list[bool]:
     """Whether each variable of a loop is read in it before it is set."""
     passed_on = {tensor.name for number, tensor in enumerate(body.outputs)
@@ -172,6 +162,14 @@ def _is_only_read(layout: Layout, name: str) -> bool:
     return isinstance(layout.specs[name], Replicated)
 
 
+def is_summed_each_iteration(layout: Layout, tensor: tf.Tensor) -> bool:
+    """Whether each iteration adds up the towers' parts and then adds the sum to ``tensor``."""
+    added = _tf.uncopied(tensor).op
+    plan = layout.plans.get(added.name)
+    return plan is not None and plan.once and added.type in scaling.ADDITIVE and any(
+        layout.specs[part.name] == SUM for part in added.inputs)
+
+
 def is_local(layout: Layout, outputs: Sequence[Spec], compiled: bool = False) -> bool:
     """Whether each tower can run the traced operations alone and gets outputs of these specs.
 
@@ -184,7 +182,7 @@ def is_local(layout: Layout, outputs: Sequence[Spec], compiled: bool = False) ->
 def _is_local(layout: Layout, operation: Op, compiled: bool) -> bool:
     plan, specs = layout.plans[operation.name], layout.inputs_of(operation)
     if isinstance(plan, Nested):
-        local = plan.local if not (compiled or operation.is_call) else all(
+        local = plan.local if not (compiled or plan.inlined) else all(
             is_local(each, plan.gives if each is plan.layouts[-1] or operation.type not in LOOPS
                      else each.outputs, compiled) for each in plan.layouts)
         return local and _match(specs, plan.takes, compiled)

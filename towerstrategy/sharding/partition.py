@@ -87,7 +87,7 @@ class Partition:
         values = [self._values[name] for name in operation.input_names]
         controls = self._controls(operation)
         towers = self.towers.at(self._stages.get(operation.name, self.towers.stage))
-        if isinstance(plan, Nested) and operation.is_call:
+        if isinstance(plan, Nested) and plan.inlined:
             outputs = self._inlined(operation, plan.layouts[0], values, controls, towers)
         else:
             if ListOf in map(type, plan.takes):
@@ -220,8 +220,7 @@ class Partition:
                 return values[place].device
         return ""
 
-    # That of an operation that runs on each tower; "" if it is the tower's.
-    _device_on_towers = _variable_device
+    _device_on_towers = _variable_device  # of one that runs on each tower; "" if it is the tower's
 
     def _on_towers(self, operation: Op, plan: Plan, values: Sequence[Value],
                    controls: list[str], towers: Towers) -> list[Value]:
@@ -314,12 +313,13 @@ class Partition:
 
     def _inlined(self, operation: Op, layout: Layout, values: Sequence[Value],
                  controls: list[str], towers: Towers) -> list[Value]:
-        """The outputs of a call, whose function body is inlined."""
+        """The outputs of a call, or of the branch that is taken: the function body is inlined."""
         inner = self._inner(towers, f"{self._scope}{operation.name}/",
                             self._once_scope_of(operation))
         inner._checks = self._checks
-        results = inner.run(layout, values, controls, self._output_devices(operation),
-                            [name in self._of_batch for name in operation.input_names])
+        first = len(values) - len(layout.graph.inputs)  # behind the condition
+        results = inner.run(layout, values[first:], controls, self._output_devices(operation), [
+            name in self._of_batch for name in operation.input_names[first:]])
         for value, tensor in zip(results, operation.outputs):
             value.shape = value.shape.merge_with(tensor.shape)  # the call may know more of it
         if operation.name in self._nodes:

@@ -26,9 +26,11 @@ from towerstrategy.sharding.layout import (
     are_read,
     functions_of,
     is_local,
+    is_summed_each_iteration,
     only_read,
 )
 from towerstrategy.sharding.rules import lists, registry, row_loops, scaling
+from towerstrategy.sharding.rules.entries import sizes_of
 from towerstrategy.sharding.rules.registry import Op, Plan
 from towerstrategy.sharding.spec import (
     MEAN,
@@ -160,6 +162,9 @@ class _Propagation:
         if nests or not all(isinstance(spec, Replicated) for spec in specs):
             if operation.is_call:
                 return self._call(operation, specs)
+            taken = _tf.taken_branch(operation.operation) if operation.type in BRANCHES else None
+            if taken is not None:
+                return self._taken(operation, taken, specs)
             if operation.type in (*BRANCHES, *LOOPS):
                 return self._control_flow(operation, specs)
         plan = registry.plan_of(operation, specs)
@@ -224,10 +229,7 @@ class _Propagation:
             self._sources[output.graph, output.name] = sources
 
     def _origin(self, tensor: tf.Tensor, through_loops: bool) -> tf.Tensor:
-        """The tensor that this one is a copy of, traced back through calls and identities.
-
-        ``through_loops`` also goes from a loop variable to the value that the loop starts with.
-        """
+        """What a tensor is a copy of: through calls, identities and, if asked, to loops' starts."""
         while True:
             tensor = _tf.uncopied(tensor)
             sources = self._sources.get((tensor.graph, tensor.name), ())
@@ -263,7 +265,7 @@ class _Propagation:
         if _tf.is_compiled(operation.operation) and not operation.handles \
                 and is_local(layout, layout.outputs, compiled=True):
             return Plan(list(specs), layout.outputs)  # inlined, ops that only XLA has could not run
-        return Nested(list(specs), layout.outputs, layouts=[layout])
+        return Nested(list(specs), layout.outputs, layouts=[layout], inlined=True)
 
     def _control_flow(self, operation: Op, specs: Sequence[Spec]) -> Nested | None:
         """The plan of a branch or loop; its bodies keep parts of sums if that makes it local."""
@@ -306,6 +308,15 @@ class _Propagation:
         tested = ROW if specs[0] == ROW else REPLICATED
         return Nested([tested, *specs[1:]], gives, layouts=layouts, local=local)
 
+    def _taken(self, operation: Op, branch: Any, specs: Sequence[Spec]) -> Nested:
+        """The plan of branches of which this one is taken; what is static in it is so outside."""
+        self._note_functions(operation, [branch], operation.inputs[1:])
+        layout = self.layout(branch, specs[1:])
+        for output, inner in zip(operation.outputs, branch.outputs):
+            if output.dtype != tf.variant and operation.operation.graph is self._graph:
+                output.set_shape(sizes_of(inner))
+        return Nested([REPLICATED, *specs[1:]], layout.outputs, layouts=[layout], inlined=True)
+
     def _loop(self, operation: Op, specs: Sequence[Spec]) -> Nested | None:
         condition, body = functions_of(operation.operation)
         starts = [self._origin(tensor, through_loops=False) for tensor in operation.inputs]
@@ -323,7 +334,7 @@ class _Propagation:
                           for spec in specs])
         if settled is None:
             return None
-        sums = [_is_summed_each_iteration(settled[1], tensor) for tensor in body.outputs]
+        sums = [is_summed_each_iteration(settled[1], tensor) for tensor in body.outputs]
         if any(sums):
             settled = settle([SUM if is_sum else spec for is_sum, spec in zip(sums, settled[0])]
                              ) or settled
@@ -383,11 +394,3 @@ class _Propagation:
 def _key(tensor: tf.Tensor, spec: Spec) -> Any:
     """What is noted of a list that must be whole; one of rows may still be of another kind."""
     return tensor.graph.name, tensor.name, spec.rows is None if isinstance(spec, ListOf) else None
-
-
-def _is_summed_each_iteration(layout: Layout, tensor: tf.Tensor) -> bool:
-    """Whether each iteration adds up the towers' parts and then adds the sum to ``tensor``."""
-    added = _tf.uncopied(tensor).op
-    plan = layout.plans.get(added.name)
-    return plan is not None and plan.once and added.type in scaling.ADDITIVE and any(
-        layout.specs[part.name] == SUM for part in added.inputs)

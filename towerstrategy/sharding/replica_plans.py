@@ -74,7 +74,7 @@ class Plans:
             inner, = states.bodies(operation.operation)
             body = self._layout(inner, specs, [tensor.name for tensor, name in zip(
                 inner.graph.outputs, operation.output_names) if name in summed])
-            return Nested(specs, body.outputs, layouts=[body])
+            return Nested(specs, body.outputs, layouts=[body], inlined=True)
         return self.on_each_tower(operation, specs, states)
 
     def on_each_tower(self, operation: Op, specs: Sequence[Spec], states: Contract) -> Plan:

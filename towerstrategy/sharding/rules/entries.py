@@ -209,6 +209,9 @@ def _entries(tensor: tf.Tensor, depth: int) -> Entries | None:
     elif depth and operation.type in _COMPUTE:
         inputs = [_entries(each, depth - 1) for each in operation.inputs]
         entries = outputs_of(operation, inputs)[tensor.value_index]
+    elif depth and operation.type in _tf.BRANCHES:
+        branch = _tf.taken_branch(operation)
+        entries = branch and _entries(branch.outputs[tensor.value_index], depth - 1)
     if entries is None or not tensor.shape.is_compatible_with(entries.shape):
         value = _tf.constant_value(tensor)
         if value is None and not has_shape:
