@@ -201,8 +201,7 @@ def _make_gradients(m: Any) -> list[Any]:
     factor = moments.make("RealDiv", [moments.make("Mul", [inverse, m.whole(2)]), moments.count])
     factors = [moments.make("Mul", [total, factor]) for total in (d_scale, d_offset)]
     dx = m.make("Sub", [direct, moments.normalized(x, [*factors, mean, variance])], EACH)
-    unused = m.constant(0, dtype, None)
-    return [_cast(m, dx, m.op.inputs[1].dtype), d_scale, d_offset, unused, unused]
+    return [_cast(m, dx, m.op.inputs[1].dtype), d_scale, d_offset, empty, empty]
 
 
 def _constant_moment_gradients(m: Any, inputs: Sequence[Any]) -> list[Any]:
