@@ -115,8 +115,7 @@ def source_of(tensor: tf.Tensor) -> tf.Tensor:
     if source.op.type not in functions.BRANCHES:
         return source
     found: set[Any] = set()
-    for name in functions.functions_in_attributes(source.op.node_def):
-        branch = body_of(source.graph, name)
+    for branch in functions_of(source.op):
         inner = source_of(branch.outputs[source.value_index])
         found.add(next((index for index, each in enumerate(branch.inputs) if each is inner), None))
     index = found.pop()

@@ -22,7 +22,7 @@ import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.sharding import joined, propagate
-from towerstrategy.sharding.layout import BRANCHES, LOOPS, are_read, functions_of, needed_in_order
+from towerstrategy.sharding.layout import BRANCHES, LOOPS, are_read, needed_in_order
 from towerstrategy.sharding.rules import lists, registry, scaling
 from towerstrategy.sharding.rules.registry import Op, Plan
 from towerstrategy.sharding.spec import (
@@ -178,7 +178,7 @@ class Contract:
 
     def _loop(self, operation: tf.Operation, states: list[State]) -> list[State]:
         """The states of a loop's variables: a fixpoint; all towers must iterate as often."""
-        functions = functions_of(operation)
+        functions = _tf.functions_of(operation)
         zeros = known = [self._is_zero(tensor) for tensor in operation.inputs]
         read = are_read(*functions)
         lists.note_constants(functions[1], operation.inputs, is_loop=True)
@@ -200,7 +200,7 @@ class Contract:
 
     def _branches(self, operation: tf.Operation, states: Sequence[State]) -> list[State]:
         """The states of a branch's outputs; all towers must take the same branch."""
-        condition, bodies = operation.inputs[0].ref(), functions_of(operation)
+        condition, bodies = operation.inputs[0].ref(), _tf.functions_of(operation)
         found = self._call(operation, bodies, *([state._replace(spec=joined.branch_input(
             condition, number, state.spec)) for state in states[1:]]
             for number in range(len(bodies))))

@@ -36,7 +36,6 @@ from towerstrategy.sharding.spec import (
 )
 
 BRANCHES, LOOPS = _tf.BRANCHES, _tf.LOOPS
-functions_of = _tf.functions_of
 
 
 @dataclasses.dataclass

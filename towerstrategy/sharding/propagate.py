@@ -24,7 +24,6 @@ from towerstrategy.sharding.layout import (
     Layout,
     Nested,
     are_read,
-    functions_of,
     is_local,
     is_summed_each_iteration,
     only_read,
@@ -289,7 +288,7 @@ class _Propagation:
     def _branch(self, operation: Op, specs: Sequence[Spec]) -> Nested | None:
         if self._depth == 1:  # sums cross before the branch, together with others
             specs = [REPLICATED if isinstance(spec, Partial) else spec for spec in specs]
-        branches = functions_of(operation.operation)
+        branches = _tf.functions_of(operation.operation)
         self._note_functions(operation, branches, operation.inputs[1:])
         condition, popped_in = self._put(operation.inputs[0])
         kept_with = [popped_in is None or self._put(tensor)[1] is popped_in
@@ -318,7 +317,7 @@ class _Propagation:
         return Nested([REPLICATED, *specs[1:]], layout.outputs, layouts=[layout], inlined=True)
 
     def _loop(self, operation: Op, specs: Sequence[Spec]) -> Nested | None:
-        condition, body = functions_of(operation.operation)
+        condition, body = _tf.functions_of(operation.operation)
         starts = [self._origin(tensor, through_loops=False) for tensor in operation.inputs]
         self._note_functions(operation, [body], starts)
         over_rows = self._loop_over_rows(operation, specs, starts, condition, body)
