@@ -33,6 +33,8 @@ from towerstrategy.sharding.spec import (
     Spec,
 )
 
+_NEW = "EmptyTensorList", "TensorListReserve"
+
 
 def is_empty(tensor_list: tf.Tensor, element: Spec | None) -> bool:
     """Whether a replicated list, or optional, is new and empty, so that each tower may have a copy.
@@ -41,24 +43,25 @@ def is_empty(tensor_list: tf.Tensor, element: Spec | None) -> bool:
     not say how many rows they have, see :func:`says_rows`.  Zeros like a list are as good as none.
     """
     kind = tensor_list.op.type
-    if kind in ("EmptyTensorList", "TensorListReserve"):
-        return not isinstance(element, Sharded) or _is_open(tensor_list.op.inputs[0], element.dim)
+    if kind in _NEW:
+        return not isinstance(element, Sharded) \
+            or _size_in(tensor_list.op.inputs[0], element.dim) == -1
     return kind == "OptionalNone" or kind == "ZerosLike" and not isinstance(element, Sharded)
 
 
 def says_rows(tensor_list: tf.Tensor, element: Spec | None) -> bool:
     """Whether a new list says how many rows entries of this spec have: each tower makes its own."""
-    if not isinstance(element, Sharded) \
-            or tensor_list.op.type not in ("EmptyTensorList", "TensorListReserve"):
-        return False
-    sizes = entries_of(tensor_list.op.inputs[0])
-    return sizes is not None and bool(sizes.ndim) and (sizes[element.dim] or -1) > 0
+    return isinstance(element, Sharded) and tensor_list.op.type in _NEW \
+        and (_size_in(tensor_list.op.inputs[0], element.dim) or -1) > 0
 
 
-def _is_open(shape: tf.Tensor, dim: int) -> bool:
-    """Whether the shape of a list's entries does not say how many positions a dimension has."""
+def _size_in(shape: tf.Tensor, dim: int) -> int | None:
+    """A size in the shape of a list's entries: -1 if that leaves it open, None if unknown."""
     sizes = entries_of(shape)
-    return sizes is not None and (not sizes.ndim or sizes.size > dim and bool(sizes[dim] == -1))
+    if sizes is None or sizes.ndim and sizes.size <= dim:
+        return None
+    size: int | None = sizes[dim] if sizes.ndim else -1
+    return size
 
 
 def can_be_whole(tensor_list: tf.Tensor) -> bool:
@@ -106,7 +109,7 @@ def _shape_of(op: Op, spec: Spec, element: Spec | None) -> Spec | None:
     """The spec by which the last input, the shape of the entries, is right for each tower's."""
     if isinstance(spec, Size):
         return spec if spec.shards(spec.at) == element else None
-    if isinstance(element, Sharded) and not _is_open(op.inputs[-1], element.dim):
+    if isinstance(element, Sharded) and _size_in(op.inputs[-1], element.dim) != -1:
         return element.size
     return ROW if spec == ROW else REPLICATED
 
