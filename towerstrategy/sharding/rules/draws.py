@@ -55,21 +55,22 @@ def draw(op: Op, specs: Sequence[Spec]) -> Plan | None:
 
 @rule("RandomUniform", "RandomUniformInt", "RandomStandardNormal", "TruncatedNormal")
 def draw_by_state(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    size = specs[0]
-    if not isinstance(size, Size) or not has_known_rows(size) or op.out_rank() is None \
-            or not all(map(is_plain, specs[1:])):
-        return None
-    return Plan([REPLICATED] * len(specs), [size.shards(size.at)], once=True)
+    return _drawn_once(op, specs) if all(map(is_plain, specs[1:])) else None
 
 
 @rule("StatelessRandomGammaV3", "StatelessRandomPoisson", "StatelessRandomBinomial",
       "StatelessParameterizedTruncatedNormal")
 def draw_by_parameters(op: Op, specs: Sequence[Spec]) -> Plan | None:
+    return _drawn_once(op, specs, alone=0) if all(
+        isinstance(spec, (Sharded, Replicated)) for spec in specs[1:]) else None
+
+
+def _drawn_once(op: Op, specs: Sequence[Spec], alone: int | None = None) -> Plan | None:
+    """The plan of draws for all rows of a shape, which are cut for the towers."""
     size = specs[0]
-    if not isinstance(size, Size) or not has_known_rows(size) or op.out_rank() is None \
-            or not all(isinstance(spec, (Sharded, Replicated)) for spec in specs[1:]):
+    if not isinstance(size, Size) or not has_known_rows(size) or op.out_rank() is None:
         return None
-    return Plan([REPLICATED] * len(specs), [size.shards(size.at)], once=True, alone=0)
+    return Plan([REPLICATED] * len(specs), [size.shards(size.at)], once=True, alone=alone)
 
 
 @rule("RandomShuffle", "Multinomial", "StatelessMultinomial")
