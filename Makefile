@@ -28,8 +28,8 @@ CORE := batch/split merge/merge replicas/run strategy variables/variables batch/
 	repository/requirements _tensorflow/tensorflow_names _keras/keras_hooks parity/parity
 CHOSEN = $(or $(TESTS:%=tests/%_test.py),$(ALL) $(LEAVES_OUT:%=--ignore=tests/%_test.py))
 
-# pip does it with one process, which is half of the time that it takes.
-COMPILE := python -m compileall -qq -j 0
+# pip does it with one process, which is half of the time that it takes. Tests of others do not run.
+COMPILE := python -m compileall -qq -j 0 -x "/(tests|pip|setuptools)/"
 
 .PHONY: demo test tests test-all lint test-parity test-slow test-peers test-gpu test-libraries test-tf test-oldest test-python \
 	test-pythons bench bench-jax docs docs-versions test-site release-check clean

@@ -11,6 +11,7 @@ import tf_keras
 from absl.testing import parameterized
 
 import towerstrategy
+import wide
 from peers import mirrored, outcome, per_replica, plain, two_towers
 
 MATRIX = ([[1., 2.], [3., 4.]], [[5., 6.], [7., 9.]])
@@ -104,7 +105,7 @@ class ConstructorTest(parameterized.TestCase):
 
 class ReduceTest(parameterized.TestCase):
 
-    @parameterized.product(op=["sum", "MEAN", tf.distribute.ReduceOp.SUM, "other"], axis=AXES,
+    @wide.product(2, 4, op=["sum", "MEAN", tf.distribute.ReduceOp.SUM, "other"], axis=AXES,
                            dtype=[tf.float32, tf.int32], in_function=[False, True])
     def test_as_mirrored(self, op, axis, dtype, in_function):
         """Else a loss or a count reduced by a loop is another number."""

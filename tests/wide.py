@@ -29,6 +29,12 @@ def parameters(*cases, wide, rest=()):
                    [DEFAULT] * len(cases) + [WIDE] * len(wide) + [REST] * len(rest))
 
 
+def some(every, *cases):
+    """``parameterized.parameters``; of so many cases one is not wide."""
+    return _marked(parameterized.parameters(*cases), [
+        WIDE if number % every else DEFAULT for number in range(len(cases))])
+
+
 def named_parameters(*cases, marks):
     """``parameterized.named_parameters``; ``marks`` maps a case's parameters to its marks."""
     return _marked(parameterized.named_parameters(*cases), [marks(*case[1:]) for case in cases])

@@ -64,7 +64,7 @@ class OneProgramTest(parameterized.TestCase):
 
         self.assert_as_one_device("keras", make)
 
-    @wide.product(kit=list(KITS), late=("in_layer", "in_training", "in_loss"))
+    @wide.product(0, 2, kit=list(KITS), late=("in_layer", "in_training", "in_loss"))
     def test_layers_that_only_the_step_builds(self, kit, late):
         """Else the optimizer is built without their weights, and the first step fails."""
         kit_, layers = KITS[kit], KITS[kit].layers
@@ -198,6 +198,7 @@ class OneProgramTest(parameterized.TestCase):
         self.assertLessEqual(traced.count(True), traced.count(False))
 
     @IN_TURN
+    @pytest.mark.wide
     def test_states_that_go_from_batch_to_batch(self, kit):
         """Else a stateful layer goes on from a tower's rows, or from nothing."""
         kit, x = KITS[kit], X.reshape([18, 2, 2])

@@ -80,7 +80,7 @@ def places(leaf):
 class ElementTest(parameterized.TestCase):
 
     # An iterator of TensorFlow's over several devices takes a tenth of a second to be made.
-    @parameterized.parameters(*several())
+    @wide.some(3, *several())
     def test_same_elements(self, case):
         """Else what is prefetched has other rows, specs or row counts than what is not."""
         strategy = towerstrategy.TowerStrategy(TOWERS, "CPU:0")

@@ -10,6 +10,7 @@ import tf_keras
 from absl.testing import parameterized
 
 import towerstrategy
+import wide
 
 DEVICES = ["CPU:1", "CPU:2", "CPU:3"]
 ROWS = tf.reshape(tf.range(12.), [6, 2])
@@ -349,7 +350,7 @@ class TotalsTest(parameterized.TestCase):
         moved[:, :7] = sum(row.T @ (row @ start)[:, :7] * 2 for row in x)
         np.testing.assert_allclose(weight.numpy(), start - moved, rtol=1e-4, atol=1e-6)
 
-    @parameterized.parameters(lambda fn: fn, tf.function, in_branch, in_loop)
+    @wide.some(3, lambda fn: fn, tf.function, in_branch, in_loop)
     def test_convolutions_on_a_tower_without_rows(self, nested):
         """Else oneDNN's kernels fail, or return wrong shapes, for a last batch of a few rows."""
         strategy, start = strategy_with(True), np.random.rand(3, 3, 2, 4).astype("f")

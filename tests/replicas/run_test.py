@@ -12,6 +12,7 @@ from absl.testing import parameterized
 from tensorflow.python.ops import op_selector
 
 import towerstrategy
+import wide
 from peers import mirrored, outcome, per_replica, plain, two_towers
 
 Pair = collections.namedtuple("Pair", "left right")
@@ -108,7 +109,7 @@ REPLICA_FUNCTIONS = {
 
 class ReplicaFunctionTest(parameterized.TestCase):
 
-    @parameterized.product(name=list(REPLICA_FUNCTIONS), run=list(RUNS))
+    @wide.product(name=list(REPLICA_FUNCTIONS), run=list(RUNS))
     def test_as_mirrored(self, name, run):
         """Else code moved from MirroredStrategy gets other numbers, other errors or none."""
         results = [outcome(RUNS[run], strategy, REPLICA_FUNCTIONS[name])

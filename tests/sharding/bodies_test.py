@@ -75,7 +75,7 @@ def trained(strategy, in_run):
 
 class LoopsTest(parameterized.TestCase):
 
-    @wide.product(in_run=[False, True], merge=["balanced", "cpu"])
+    @wide.product(0, 2, in_run=[False, True], merge=["balanced", "cpu"])
     def test_each_tower_runs_its_own(self, in_run, merge):
         """Else one GPU, or the CPU, runs the loops of all; or weights cross in every iteration."""
         wanted, _ = trained(None, False)
@@ -110,7 +110,7 @@ BODIES = {  # of loops and branches; what they compute of the number of rows, or
 
 class RowsTest(parameterized.TestCase):
 
-    @parameterized.product(name=list(BODIES), in_loop=[False, True])
+    @wide.product(name=list(BODIES), in_loop=[False, True])
     def test_of_the_batch(self, name, in_loop):
         """Else a mean in a branch, or the loss of each step of a decoder, makes towers wait for
         each other; or a tower takes its rows for the batch's."""
@@ -144,8 +144,8 @@ class RowsTest(parameterized.TestCase):
 
 class TogetherTest(parameterized.TestCase):
 
-    @parameterized.parameters("found", "second", "branches", "filled", "sum_of_lists", "infinite",
-                              "no_iteration")
+    @wide.some(2, "found", "second", "branches", "filled", "sum_of_lists", "infinite",
+               "no_iteration")
     def test_as_one_device(self, name):
         """Else `fit` ends with an error: a loop that ends when a sum is small, a penalty on the
         gradients of a recurrent layer; or parts are taken for those of a sum that they are not."""
@@ -227,7 +227,7 @@ def dropped(x, kernel):
 
 class CrossingsTest(parameterized.TestCase):
 
-    @parameterized.product(program=[standardized, dropped], merge=["balanced", "cpu"])
+    @wide.product(program=[standardized, dropped], merge=["balanced", "cpu"])
     def test_of_iterations(self, program, merge):
         """Else weights, rows or whole lists cross in each iteration of a loop."""
         strategy = towerstrategy.TowerStrategy(on_gpus.towers(TOWERS), merge)

@@ -87,7 +87,7 @@ class FunctionTest(parameterized.TestCase):
                 with self.assertRaises(tf.errors.InvalidArgumentError):
                     function(strategy.split(rows))
 
-    @parameterized.parameters(1, 2)
+    @wide.parameters(1, wide=[2])
     def test_loops_where_rows_are_counted_in_python(self, micro_batches):
         """Else a recurrent layer, or a decoder, of such a step has all rows on one device; or a
         tower takes another's rows of what is the same for all."""
@@ -697,7 +697,7 @@ class RefusedTest(parameterized.TestCase):
             tape.gradient(found, weight)
         self.assertAlmostEqual(float(gradient_of(strategy.split(X))), float(found) / 2, places=4)
 
-    @parameterized.product(lengths=[[2, 0, 3, 1], [3, 1], [0, 0, 0]], sparse=[False, True])
+    @wide.product(lengths=[[2, 0, 3, 1], [3, 1], [0, 0, 0]], sparse=[False, True])
     def test_components_that_are_made_dense(self, lengths, sparse):
         """Else a model of ragged or sparse inputs trains on one device, from its first layer on."""
         strategy, weight = strategy_of(3), tf.Variable([[1.0, 2], [3, 4]])

@@ -101,7 +101,7 @@ def to_and_from_the_host(function):
             if traffic.short(on_gpus.HOST) in (each.source, each.target) and not each.from_batch]
 
 
-CASES = wide.product(kit=(keras, tf_keras), way=("fit", "train_step", "function", "run"),
+CASES = wide.product(0, 2, kit=(keras, tf_keras), way=("fit", "train_step", "function", "run"),
                      kind=("plain", "clip", "clip each", "scale", "average", "accumulate"))
 
 
@@ -196,7 +196,7 @@ class IntegersTest(absltest.TestCase):
 
 class HalvesTest(parameterized.TestCase):
 
-    @wide.product(kit=(keras, tf_keras), way=("fit", "function", "run"),
+    @wide.product(0, 2, kit=(keras, tf_keras), way=("fit", "function", "run"),
                   policy=("mixed_bfloat16", "mixed_float16"))
     def test_halves_cross_as_halves(self, kit, way, policy):
         """Else links, the scarce thing between GPUs, carry twice what a half policy is used for."""

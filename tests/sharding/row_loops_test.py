@@ -1,6 +1,7 @@
 """Loops over the rows: each tower runs the iterations of its own rows, with one device's result."""
 
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import absltest, parameterized
 
@@ -426,12 +427,13 @@ class RowLoopsTest(parameterized.TestCase):
         for one, other in zip(expected, given, strict=True):
             np.testing.assert_allclose(other, one, rtol=1e-12, atol=1e-12)
 
-    @wide.parameters(({},), wide=[({"micro_batches": 2},), ({"shares": [3, 1, 2]},),
-                                  ({"merge_device": "balanced"},)])
-    def test_each_tower_runs_its_rows(self, options):
+    @wide.parameters(({}, BY_ROW[1::4]), wide=[
+        ({}, BY_ROW), ({"micro_batches": 2}, BY_ROW), ({"shares": [3, 1, 2]}, BY_ROW),
+        ({"merge_device": "balanced"}, BY_ROW)])
+    def test_each_tower_runs_its_rows(self, options, losses):
         """Else they run on one device, as slowly as without a strategy, or a row counts wrongly."""
         strategy = towerstrategy.TowerStrategy(DEVICES[:3], **options)
-        self.check(strategy, BY_ROW)
+        self.check(strategy, losses)
         self.assertEmpty(strategy.extended.done_with_all_rows)
 
     def test_assertions_of_an_iteration(self):
@@ -442,10 +444,11 @@ class RowLoopsTest(parameterized.TestCase):
             with self.assertRaisesRegex(tf.errors.InvalidArgumentError, "assertion failed"):
                 strategy.function(lambda x: checked(x, x, x))(strategy.split(x))
 
-    def test_iterations_that_depend_on_others_run_once(self):
+    @wide.parameters((NOT_BY_ROW[::4],), wide=[(NOT_BY_ROW,)])
+    def test_iterations_that_depend_on_others_run_once(self, losses):
         """Else what an iteration takes from others is that of the tower's rows alone."""
         strategy = towerstrategy.TowerStrategy(DEVICES[:3])
-        self.check(strategy, NOT_BY_ROW)
+        self.check(strategy, losses)
         self.assertNotEmpty(strategy.extended.done_with_all_rows)
 
     @wide.parameters(*ALONE[::3], wide=[loss for loss in ALONE if loss not in ALONE[::3]])
@@ -459,6 +462,7 @@ class RowLoopsTest(parameterized.TestCase):
         self.check(strategy, [mapped, decayed, indexed], rows=[7])
         self.assertNotIn("TensorListFromTensor", strategy.extended.done_with_all_rows)
 
+    @pytest.mark.wide
     def test_one_whose_list_must_be_whole_beside_one_that_need_not(self):
         """Else all loops run with all rows because of one."""
         strategy = towerstrategy.TowerStrategy(DEVICES[:3])

@@ -14,7 +14,7 @@ from tests import dtypes
 DEVICES = towerstrategy.split_cpu(8)
 ROWS = (7, 7, 5)
 KITS = ("keras", "tf_keras")
-SMALL = ("training_from_scratch", "dqn")  # others take up to ten seconds
+SMALL = ("dqn",)  # others take up to ten seconds
 
 
 def outcome(kit, name, strategy=None, in_scope=True):

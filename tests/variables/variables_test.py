@@ -134,7 +134,7 @@ class MergedWriteTest(parameterized.TestCase):
     What numbers come of assigned and added ones is tried by ``parity/fuzz.py``.
     """
 
-    @parameterized.product(run_in=[lambda fn: fn, tf.function], method=SCATTERS)
+    @wide.product(run_in=[lambda fn: fn, tf.function], method=SCATTERS)
     def test_scatters_of_python_lists(self, run_in, method):
         """Else `tf.IndexedSlices` of plain lists, which TensorFlow takes, fail in a function."""
         strategy = two_towers()

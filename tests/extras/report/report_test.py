@@ -648,7 +648,7 @@ def fails(*args, **kwargs):
 class HarmlessTest(parameterized.TestCase):
     """A report that goes wrong, in a training that does not."""
 
-    @wide.product(kit=KITS, where=(
+    @wide.product(0, 2, kit=KITS, where=(
         "print", "picture.draw", "events.Events.write", "events.Events.close",
         "events.Events.show", "epochs.Watch.__init__", "epochs.Watch.begin", "epochs.Watch.end",
         "epochs._tf.map_in_place", "epochs.Watch._rows_taken", "sample.read",

@@ -115,7 +115,7 @@ def held(kit, strategy):
 
 class SameTest(parameterized.TestCase):
 
-    @wide.product(kit=[keras, tf_keras],
+    @wide.product(0, 2, kit=[keras, tf_keras],
                   devices=[["CPU:1", "CPU:2"], [["CPU:1", "CPU:2"], ["CPU:3", "CPU:4"]]])
     def test_tables(self, kit, devices):
         """Else a model that looks words up cannot be compiled: tables are among its weights."""
