@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ import numpy as np
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf, contexts
-from towerstrategy._keras import state
+from towerstrategy._keras import hooks, state
 from towerstrategy.placement import homes as homes_lib, kind
 
 # Attributes for the stages in which a layer, or a functional model's node, was made and called.
@@ -58,7 +59,17 @@ class Run:
         return stages.pop(0) if len(stages) > 1 else stages[0]
 
 
-def layer_init(original: Callable[..., Any], self: Any, /, *args: Any, **kwargs: Any) -> None:
+def hooks_of(layer: type, names: Any) -> dict[tuple[Any, str], hooks.Hook]:
+    """The hooks into ``layer``, a Keras' base class of layers."""
+    return {
+        (layer, "__init__"): hooks.Hook(
+            _layer_init, "does not remember the stage for which a layer is made"),
+        (layer, "__call__"): hooks.Hook(
+            functools.partial(_layer_call, names),
+            "runs all layers of a tower on one device, and does not remember a call's tf.device")}
+
+
+def _layer_init(original: Callable[..., Any], self: Any, /, *args: Any, **kwargs: Any) -> None:
     """The hook for a layer's ``__init__``: stores the stage in which the layer is made."""
     strategy = _staged_scope()
     if strategy is not None and contexts.current() is None:
@@ -66,8 +77,8 @@ def layer_init(original: Callable[..., Any], self: Any, /, *args: Any, **kwargs:
     original(self, *args, **kwargs)
 
 
-def layer_call(names: Any, original: Callable[..., Any], self: Any, /, *args: Any,
-               **kwargs: Any) -> Any:
+def _layer_call(names: Any, original: Callable[..., Any], self: Any, /, *args: Any,
+                **kwargs: Any) -> Any:
     """The hook for a layer's ``__call__``: runs it in its stage, or stores the stage of a call."""
     strategy = _staged_scope()
     if strategy is None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.distribute import collective_util, distribute_lib, mirrored_run
@@ -42,20 +41,10 @@ def eager_if(eager: bool) -> contextlib.AbstractContextManager[None]:
     return eager_context.eager_mode() if eager else contextlib.nullcontext()
 
 
-def cross_replica_context(
-        strategy: tf.distribute.Strategy) -> contextlib.AbstractContextManager[None]:
-    """The cross-replica context of ``strategy``, for the current graph and thread."""
-    return _entered(distribute_lib._CrossReplicaThreadMode(strategy))
-
-
-def no_strategy() -> contextlib.AbstractContextManager[None]:
-    """A context outside of all strategies, for the current graph and thread."""
-    return _entered(distribute_lib._get_default_replica_mode())
-
-
 @contextlib.contextmanager
-def _entered(mode: Any) -> Iterator[None]:
-    distribute_lib._push_per_thread_mode(mode)
+def cross_replica_context(strategy: tf.distribute.Strategy) -> Iterator[None]:
+    """The cross-replica context of ``strategy``, for the current graph and thread."""
+    distribute_lib._push_per_thread_mode(distribute_lib._CrossReplicaThreadMode(strategy))
     try:
         yield
     finally:

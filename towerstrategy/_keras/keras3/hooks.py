@@ -7,7 +7,6 @@ those of Keras 3.15; ``tests/_keras/keras_hooks_test.py`` fails if a release has
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from keras.src.backend.tensorflow import optimizer as tf_optimizer, trainer as tf_trainer
@@ -77,12 +76,7 @@ HOOKS: dict[tuple[Any, str], hooks.Hook] = {
 }
 # The hooks that only a strategy with stages needs.
 STAGES: dict[tuple[Any, str], hooks.Hook] = {
-    (layer_module.Layer, "__init__"): hooks.Hook(
-        stages.layer_init,
-        "does not remember the stage for which a layer is made"),
-    (layer_module.Layer, "__call__"): hooks.Hook(
-        functools.partial(stages.layer_call, names),
-        "runs all layers of a tower on one device, and does not remember the tf.device of a call"),
+    **stages.hooks_of(layer_module.Layer, names),
     (sequential.Sequential, "build"): hooks.Hook(
         stages.sequential_build,
         "calls all layers again when one is added, in the stage of the added layer"),

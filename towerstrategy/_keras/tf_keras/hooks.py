@@ -7,7 +7,6 @@ those of tf_keras 2.21; ``tests/_keras/keras_hooks_test.py`` fails if a release 
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from tf_keras.src import callbacks, losses as keras_losses
@@ -69,11 +68,4 @@ HOOKS: dict[tuple[Any, str], hooks.Hook] = {
         "by file"),
 }
 # The hooks that only a strategy with stages needs.
-STAGES: dict[tuple[Any, str], hooks.Hook] = {
-    (base_layer.Layer, "__init__"): hooks.Hook(
-        stages.layer_init,
-        "does not remember the stage for which a layer is made"),
-    (base_layer.Layer, "__call__"): hooks.Hook(
-        functools.partial(stages.layer_call, names),
-        "runs all layers of a tower on one device"),
-}
+STAGES = stages.hooks_of(base_layer.Layer, names)

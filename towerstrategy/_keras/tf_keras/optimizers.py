@@ -29,7 +29,7 @@ def get_reduction(original: Callable[..., Any], self: Any) -> Any:
     """The hook for ``Loss._get_reduction``: allows means of all rows, in a step or outside."""
     if not contexts.has_all_rows() and contexts.outside_of_towers() is None:
         return original(self)
-    with _tf.no_strategy():
+    with _tf.patched(self, _allow_sum_over_batch_size=True):
         return original(self)
 
 
