@@ -161,9 +161,7 @@ def call_by_each_tower(fn: Callable[..., Any], takes: Sequence[str], gives: Sequ
         None if each tower can compute them from its arguments, none of which is "own".
     """
     gradient = gradient or functools.partial(gradient_by_each_tower, fn, takes, gives)
-    graph, name = tf.compat.v1.get_default_graph(), new_name("gradient")
-    # For gradients of the results in a nested function, which do not go by custom_gradient.
-    tf.RegisterGradient(name)(lambda op, *upstream: gradient(op.inputs, op.outputs, upstream))
+    graph = tf.compat.v1.get_default_graph()
 
     @tf.custom_gradient
     def call(*tensors: tf.Tensor) -> Any:
@@ -171,7 +169,7 @@ def call_by_each_tower(fn: Callable[..., Any], takes: Sequence[str], gives: Sequ
             *(tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors))
         function.add_to_graph(graph)
         outputs = function.outputs
-        with graph.gradient_override_map({"PartitionedCall": name}), functions.not_recorded():
+        with functions.not_recorded():
             results = tf.raw_ops.PartitionedCall(args=list(tensors), f=function,
                                                  Tout=[output.dtype for output in outputs])
         results[0].op._set_attr(_BY_EACH, tf.compat.v1.AttrValue(
