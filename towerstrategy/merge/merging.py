@@ -100,12 +100,6 @@ def first_of_filled(values: Sequence[Value], shares: shares_lib.Shares) -> Value
     return first
 
 
-def filled_slices(values: Sequence[tf.IndexedSlices],
-                  shares: shares_lib.Shares) -> list[tf.IndexedSlices]:
-    """The towers' slices; no slices for towers without rows."""
-    return list(map(shares_lib.slices_if, shares.filled, values))
-
-
 def concat(values: Sequence[Value], axis: int) -> Any:
     """The towers' values concatenated along ``axis``, on the current device.
 

@@ -48,7 +48,7 @@ class Shares:
             # NumPy's, because tf.cast first converts a Python float to float32.
             self.each = [np.float64(count / total) for count in self.here]
         else:
-            total = tf.cast(tf.maximum(tf.reduce_sum(self.counts()), 1), tf.float64)
+            total = tf.cast(tf.maximum(tf.reduce_sum(self.counts(), 0), 1), tf.float64)
             self.each = [tf.cast(count, tf.float64) / total for count in self.here]
         self.filled = [np.bool_(count > 0) if isinstance(count, int) else count > 0
                        for count in self.here]

@@ -233,8 +233,8 @@ class TowerVariable(_tf.ResourceVariable):
                     shares.workers is None and written.are_same(slices)):
                 return plain(value=written.value(self, values, shares, outside), name=None,
                              **slices[0])
-            elements = written.elements(self, slices, values, shares)
-            return _tf.ResourceVariable.scatter_nd_update(self, elements.indices, elements.values)
+            return _tf.ResourceVariable.assign(
+                self, written.value_of_pieces(self, slices, values, shares))
 
         return self._write(
             (arguments, value),

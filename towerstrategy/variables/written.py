@@ -72,7 +72,7 @@ def unless_empty(value: Any, shares: shares_lib.Shares, before: Any) -> Any:
     """``value``, or ``before`` if no tower has rows."""
     if not shares.may_be_empty or shares.workers is not None:
         return value
-    return tf.where(tf.reduce_any(tf.stack(shares.filled)), value, before)
+    return tf.where(tf.reduce_any(tf.stack(shares.filled), 0), value, before)
 
 
 def total(variable: Any, tower: Any, value: Any) -> tf.Tensor | None:
@@ -97,7 +97,7 @@ def slices(variable: Any, method_name: str, parts: Sequence[tf.IndexedSlices],
             "certain `tf.distribute.Strategy` scope) with NONE or `ONLY_FIRST_REPLICA` "
             f"aggregation, got: {aggregation}.")
     with tf.device(homes_lib.home_of(variable)):
-        filled = merging.filled_slices(parts, shares)
+        filled = list(map(shares_lib.slices_if, shares.filled, parts))
         if aggregation is Aggregation.SUM or (
                 replaces and aggregation is not Aggregation.ONLY_FIRST_REPLICA):
             return shares.across(merging.total(filled))
@@ -107,17 +107,31 @@ def slices(variable: Any, method_name: str, parts: Sequence[tf.IndexedSlices],
         return shares.firsts(filled[0])
 
 
-def elements(variable: Any, slices: Sequence[Any], values: Sequence[tf.Tensor],
-             shares: shares_lib.Shares) -> tf.IndexedSlices:
-    """The merged elements, with their indices, if towers write ``values`` to different slices."""
+def value_of_pieces(variable: Any, slices: Sequence[Any], values: Sequence[tf.Tensor],
+                    shares: shares_lib.Shares) -> tf.Tensor:
+    """The value to write if towers write ``values`` to different slices of ``variable``.
+
+    ``slices`` has arguments of ``tf.strided_slice``.  Each element is merged over the towers that
+    have rows and wrote it: for the others, a tower has no rows of it.
+    """
     with tf.device(homes_lib.home_of(variable)):
-        sizes = sizes_of(variable)
-        parts = [_elements(sizes, each, value) for each, value in zip(slices, values)]
-        first_only = variable.aggregation is Aggregation.ONLY_FIRST_REPLICA
-        to_write = shares.firsts(parts[0]) if first_only else _merged(
-            rule_of(variable), parts, shares)
-        indices = tf.transpose(tf.unravel_index(to_write.indices, sizes))
-        return tf.IndexedSlices(to_write.values, indices)
+        before = variable.value()
+        whole = [_with_piece(before, *each) for each in zip(slices, values)]
+        if variable.aggregation is Aggregation.ONLY_FIRST_REPLICA:
+            return value(variable, whole, shares)
+        none = tf.zeros_like(before, tf.int64)
+        rows = [_with_piece(none, *each) for each in zip(slices, shares.here)]
+        if shares.workers is not None:
+            whole, rows = (tf.unstack(shares.workers.gather(tf.stack(towers)), shares.number)
+                           for towers in (whole, rows))
+        by_element = shares_lib.Shares(rows)
+        return unless_empty(value(variable, whole, by_element), by_element, before)
+
+
+def _with_piece(whole: tf.Tensor, piece: dict[str, Any], value: Any) -> tf.Tensor:
+    """``whole`` with ``value`` in a slice (``tf.strided_slice``'s arguments)."""
+    value = tf.broadcast_to(tf.cast(value, whole.dtype), tf.shape(tf.strided_slice(whole, **piece)))
+    return tf.raw_ops.TensorStridedSliceUpdate(input=whole, value=value, **piece)
 
 
 def value_alone(variable: Any, values: list[Any], shares: shares_lib.Shares,
@@ -150,9 +164,6 @@ def shares_of(variable: Any, value: Any) -> shares_lib.Shares:
 
 # Pieces of a variable: slices, and the elements of ``scatter_nd_*``.
 
-_SEGMENTS = {"sum": tf.math.unsorted_segment_sum, "max": tf.math.unsorted_segment_max,
-             "min": tf.math.unsorted_segment_min}
-
 
 def nd_slices(shape: tf.Tensor, indices: Any, updates: tf.Tensor) -> tf.IndexedSlices:
     """``scatter_nd`` indices and updates as slices: all dimensions but the last become one."""
@@ -178,39 +189,3 @@ def are_same(slices: Sequence[dict[str, Any]]) -> bool:
     first = {name: known(part) for name, part in slices[0].items()}
     return None not in first.values() and all(
         {name: known(part) for name, part in other.items()} == first for other in slices[1:])
-
-
-def _elements(shape: tf.Tensor, part: dict[str, Any], value: tf.Tensor) -> tf.IndexedSlices:
-    """``value`` for each element of a slice (``tf.strided_slice``'s arguments), by flat index."""
-    numbers = tf.reshape(tf.range(tf.reduce_prod(shape)), shape)
-    positions = tf.strided_slice(numbers, **part)
-    values = tf.broadcast_to(value, tf.shape(positions))
-    return tf.IndexedSlices(tf.reshape(values, [-1]), tf.reshape(positions, [-1]))
-
-
-def _merged(rule: str, parts: Sequence[tf.IndexedSlices],
-           shares: shares_lib.Shares) -> tf.IndexedSlices:
-    """Merges each element's values, over the towers that have rows and wrote the element.
-
-    ``parts`` has each tower's :func:`_elements`.  A mean of equal values is exactly this value.
-    """
-    filled = merging.filled_slices(parts, shares)
-    if rule == "mean":
-        filled = [tf.IndexedSlices(tf.stack([part.values, tf.fill(tf.shape(part.values), tf.cast(
-            shares.each[tower], part.values.dtype))], 1), part.indices)
-            for tower, part in enumerate(filled)]
-    written = shares.across(merging.total(filled))
-    positions, segment = tf.unique(written.indices)
-    count = tf.size(positions)
-    if rule in _SEGMENTS:
-        return tf.IndexedSlices(_SEGMENTS[rule](written.values, segment, count), positions)
-    firsts = tf.gather(written.values, tf.math.unsorted_segment_min(
-        tf.range(tf.size(segment)), segment, count))
-    if rule == "first":
-        return tf.IndexedSlices(firsts, positions)
-    values, share = tf.unstack(written.values, axis=1)
-    sums = tf.math.unsorted_segment_sum(tf.stack([values * share, share], 1), segment, count)
-    differ = tf.math.unsorted_segment_max(
-        tf.cast(values != tf.gather(firsts[:, 0], segment), tf.int32), segment, count) > 0
-    return tf.IndexedSlices(tf.where(differ, tf.math.divide_no_nan(sums[:, 0], sums[:, 1]),
-                                     firsts[:, 0]), positions)
