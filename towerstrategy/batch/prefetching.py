@@ -206,20 +206,14 @@ class PrefetchedIterator(iterators.Steps, _tf.CompositeTensor, tf.distribute.Dis
 
     def _take_from_all(self, take: Callable[[], list[Any]]) -> list[Any]:
         """The result of ``take``, called on all streams; raises if an earlier call has failed."""
-        if not tf.executing_eagerly():
-            taken = self._begin(take)
-            with tf.control_dependencies(tf.nest.flatten(taken, expand_composites=True)):
-                self._set_taking(False)
-            return taken
-        if bool(self._is_taking()):
-            raise tf.errors.DataLossError(None, None, _OUT_OF_STEP)
         try:
-            return take()
-        except tf.errors.OutOfRangeError:
+            taken = self._begin(take)
+        except tf.errors.OutOfRangeError:  # in eager code; the end of the data is no failure
+            self._set_taking(False)
             raise
-        except BaseException:
-            self._set_taking(True)
-            raise
+        with tf.control_dependencies(tf.nest.flatten(taken, expand_composites=True)):
+            self._set_taking(False)
+        return taken
 
     def _take_from_host(self, take: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
         """In a graph: whether the host's stream has an element, then ``take``'s other results."""
@@ -234,9 +228,10 @@ class PrefetchedIterator(iterators.Steps, _tf.CompositeTensor, tf.distribute.Dis
                 return tf.identity(has_value), *held
 
     def _begin(self, take: Callable[[], Any]) -> Any:
-        """In a graph, checks that no element is being taken, notes that one is, calls ``take``."""
+        """Checks that no element is being taken, notes that one is, then calls ``take``."""
         with tf.device(self._host):
-            check = tf.debugging.Assert(tf.logical_not(self._is_taking()), [_OUT_OF_STEP])
+            taking = tf.raw_ops.ReadVariableOp(resource=self._taking, dtype=tf.bool)
+            check = tf.debugging.Assert(tf.logical_not(taking), [_OUT_OF_STEP])
         with tf.control_dependencies([check]):
             written = self._set_taking(True)
         with tf.control_dependencies([written]):
@@ -247,10 +242,6 @@ class PrefetchedIterator(iterators.Steps, _tf.CompositeTensor, tf.distribute.Dis
         with tf.device(self._host):
             return tf.raw_ops.AssignVariableOp(resource=self._taking,
                                                value=tf.convert_to_tensor(taking))
-
-    def _is_taking(self) -> tf.Tensor:
-        with tf.device(self._host):
-            return tf.raw_ops.ReadVariableOp(resource=self._taking, dtype=tf.bool)
 
     def _with_towers(self, host: Any) -> list[Any]:
         """The host's part ``host`` and the towers' parts of this element, which is then taken."""
