@@ -127,17 +127,17 @@ class TowerIteratorSpec(tf.data.IteratorSpec):
 
     value_type = property(lambda _: TowerIterator)
 
-    def __init__(self, element_spec: Nest, open_rows: bool, agreement: Any) -> None:
+    def __init__(self, element_spec: Nest, agreement: Any) -> None:
         super().__init__(element_spec)
-        self._open_rows, self._agreement = open_rows, agreement
+        self._agreement = agreement
 
     def _serialize(self) -> tuple[Any, ...]:
-        return self._element_spec, self._open_rows, self._agreement
+        return self._element_spec, self._agreement
 
     def _from_components(self, components: Any) -> TowerIterator:
         iterator = super()._from_components(components)
         iterator.__class__ = TowerIterator
-        iterator._open_rows, iterator.agreement = self._open_rows, self._agreement
+        iterator.agreement = self._agreement
         return iterator
 
 
@@ -154,7 +154,7 @@ class TowerIterator(_tf.OwnedIterator, tf.distribute.DistributedIterator, Steps)
 
     @property
     def _type_spec(self) -> TowerIteratorSpec:
-        return TowerIteratorSpec(self._element_spec, self._open_rows, self.agreement)
+        return TowerIteratorSpec(self._element_spec, self.agreement)
 
 
 # The iterators that make elements of optionals, by id: a type spec can only hold plain values.
