@@ -47,9 +47,8 @@ def _batch_numbers(dataset: Any) -> list[int] | None:
             or not _zips_different_sizes(dataset, len(tf.nest.flatten(dataset.element_spec))):
         return None
     rows = _rows_of_first_element(dataset)
-    sizes = list(dict.fromkeys(count for count in rows if count is not None))
-    return [0 if count is None else sizes.index(count) for count in rows] \
-        if len(sizes) > 1 else None
+    sizes = [count for count in dict.fromkeys(rows) if count is not None]
+    return [0 if count is None else sizes.index(count) for count in rows]
 
 
 def _zips_different_sizes(dataset: tf.data.Dataset, most: int) -> bool:

@@ -7,7 +7,7 @@ component without rows, or the components whose numbers of rows differ.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -43,26 +43,20 @@ def split_batch(batch: Nest, towers: int, cuts: rows_lib.CutRows | None = None,
         raise ValueError("batch has no component with rows to split: got "
                          f"{tf.nest.map_structure(type, batch)!r}.")
     numbers = batches or [0] * len(named)
-    split = {each: _splitter([
-        (path, tensor) for (path, _), tensor, number in zip(named, tensors, numbers)
-        if number == each and rows_lib.has_rows(tensor)], towers, cuts, each, here)
-        for each in dict.fromkeys(numbers)}
+    sizes = {}  # the towers' rows of each batch
+    for number in dict.fromkeys(numbers):
+        rows = _common_rows([(path, tensor) for (path, _), tensor, other in zip(
+            named, tensors, numbers) if other == number and rows_lib.has_rows(tensor)])
+        sizes[number] = rows_lib.split_rows(rows, towers) if cuts is None else cuts(rows)
     if towers == 1 and cuts is None:
         return tf.nest.pack_sequence_as(batch, tensors)
+    counts = {number: None if here is None else tf.convert_to_tensor(each, tf.int64)
+              for number, each in sizes.items()}
     packed = tf.nest.pack_sequence_as(batch, [
-        split[number](tensor) if rows_lib.has_rows(tensor) else tensor
+        sub_batches.SubBatches(rows_lib.cut(tensor, sizes[number], here or slice(None)), number,
+                               counts[number]) if rows_lib.has_rows(tensor) else tensor
         for tensor, number in zip(tensors, numbers)])
     return packed if cuts is None else sub_batches.with_open_rows(packed)
-
-
-def _splitter(components: Sequence[tuple[str, Any]], towers: int, cuts: rows_lib.CutRows | None,
-              batch: int, here: slice | None) -> Callable[[Any], sub_batches.SubBatches]:
-    """A function that splits a component of the batch of ``components``, pairs of path, tensor."""
-    rows = _common_rows(components)
-    sizes = rows_lib.split_rows(rows, towers) if cuts is None else cuts(rows)
-    counts = None if here is None else tf.convert_to_tensor(sizes, tf.int64)
-    return lambda tensor: sub_batches.SubBatches(
-        rows_lib.cut(tensor, sizes, here or slice(None)), batch, counts)
 
 
 def as_sub_batches(grouped: Nest) -> Nest:
