@@ -167,23 +167,17 @@ class TowerContext(tf.distribute.ReplicaContext):
             raise RuntimeError(NESTED_MERGE)
         if tf.executing_eagerly():
             return self.call.sync(merge_fn, args, kwargs)
+        # No tape records a sync point.  Without this op TensorFlow would walk back from its result,
+        # through the inputs of all towers, looking for variables, for each gradient.
         return self.call.sync(lambda *args, **kwargs: results.map_tensors(
-            _without_gradient, merge_fn(*args, **kwargs)), args, kwargs)
+            lambda leaf: tf.stop_gradient(leaf) if isinstance(leaf, tf.Tensor) else leaf,
+            merge_fn(*args, **kwargs)), args, kwargs)
 
 
 def _fact_of_caller(name: str) -> Any:
     """The fact about the tower that calls a nested function, or traces a function that calls it."""
     tower = tf.distribute.get_replica_context()
     return tower.fact(name) if isinstance(tower, TowerContext) else _DEFAULTS[name]
-
-
-def _without_gradient(leaf: Any) -> Any:
-    """A result of a sync point, behind a ``stop_gradient``.
-
-    No tape records a sync point.  Without this op TensorFlow would walk back from the result, and
-    through the inputs of all towers, looking for variables, for each gradient of ``all_reduce``.
-    """
-    return tf.stop_gradient(leaf) if isinstance(leaf, tf.Tensor) else leaf
 
 
 class OneReplicaContext(tf.distribute.ReplicaContext):
