@@ -87,10 +87,9 @@ class TowerVariable(_tf.ResourceVariable):
 
     def batch_scatter_update(self, sparse_delta: Any, use_locking: bool = False,
                              name: Any = None) -> Any:
-        return self._write_nd(
-            "scatter_nd_update", sparse_delta,
-            lambda delta: (written.batch_indices(delta.indices), delta.values),
-            lambda delta: _tf.ResourceVariable.batch_scatter_update(self, delta, use_locking, name))
+        del use_locking
+        return self.scatter_nd_update(
+            written.batch_indices(sparse_delta.indices), sparse_delta.values, name)
 
     @property
     def distribute_strategy(self) -> tf.distribute.Strategy:
@@ -204,23 +203,17 @@ class TowerVariable(_tf.ResourceVariable):
             written.slices(self, method_name, *towers)), nested)
 
     def _scatter_nd(self, method_name: str, indices: Any, updates: Any, name: Any = None) -> Any:
-        return self._write_nd(method_name, (indices, updates), tuple, lambda value: getattr(
-            _tf.ResourceVariable, method_name)(self, *value, name))
+        plain = functools.partial(getattr(_tf.ResourceVariable, method_name), self)
 
-    def _write_nd(self, method_name: str, value: Any,
-                  to_indices_and_updates: Callable[..., tuple[Any, Any]],
-                  plain: Callable[[Any], Any]) -> Any:
-        """:meth:`_write` whose merged write is ``method_name``, a ``scatter_nd_*``."""
-        def to_tensors(value: Any) -> tf.IndexedSlices:
-            indices, updates = to_indices_and_updates(value)
-            return written.nd_slices(written.sizes_of(self), indices,
-                                     tf.convert_to_tensor(updates, dtype=self.dtype))
+        def to_tensors(pair: Any) -> tf.IndexedSlices:
+            return written.nd_slices(written.sizes_of(self), pair[0],
+                                     tf.convert_to_tensor(pair[1], dtype=self.dtype))
 
         def merged(*towers: Any) -> Any:
             slices = written.slices(self, method_name, *towers)
-            return getattr(_tf.ResourceVariable, method_name)(self, slices.indices, slices.values)
+            return plain(slices.indices, slices.values)
 
-        return self._write(value, to_tensors, plain, merged)
+        return self._write((indices, updates), to_tensors, lambda pair: plain(*pair, name), merged)
 
     def _strided_slice_assign(self, begin: Any, end: Any, strides: Any, value: Any, name: Any,
                               **masks: Any) -> Any:
