@@ -21,7 +21,7 @@ from towerstrategy import _tensorflow as _tf, contexts
 from towerstrategy.batch import sub_batches
 from towerstrategy.merge import results, shares as shares_lib
 from towerstrategy.placement import scopes
-from towerstrategy.replicas import enclosed, once, threads
+from towerstrategy.replicas import once, threads
 from towerstrategy.sharding.replica_plans import NeedsOwnTrace
 
 
@@ -51,10 +51,12 @@ def call_each(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: An
             if len(strategy.extended.placement.kinds) > 1:
                 raise NeedsOwnTrace("the towers are devices of different kinds")
             with strategy.extended.modes.within(compiles=compiles):
-                return once.call(strategy, fn, args, kwargs, shares)
+                return _in_function(
+                    strategy, lambda: once.call(strategy, fn, args, kwargs, shares))
         except NeedsOwnTrace as reason:
             strategy.extended.own_trace_reasons.append(str(reason))
-    return threads.call(strategy, fn, args, kwargs, shares, compiles)
+    return _in_function(
+        strategy, lambda: threads.call(strategy, fn, args, kwargs, shares), compiles)
 
 
 _WHOLE = (
@@ -119,13 +121,42 @@ def _call_one(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: An
     def run() -> Any:
         with contexts.TowerContext(call, 0), tf.device(device), _tf.graph_seeded(first):
             result = fn(*args, **kwargs)
-        if strategy.extended.workers is None:
-            return _tf.regroup((result,))
-        return _tf.regroup((result,), call.result, always_wrap=True)
+        return _tf.regroup((result,), call.result,
+                           always_wrap=strategy.extended.workers is not None)
 
-    if tf.executing_eagerly() or strategy.extended.workers is None and not compiles:
+    if strategy.extended.workers is None and not compiles:
         return run()
-    return enclosed.run(strategy, run, compiles)
+    return _in_function(strategy, run, compiles)
+
+
+def _in_function(strategy: tf.distribute.Strategy, make: Callable[[], Any],
+                 compiles: bool = False) -> Any:
+    """What ``make`` returns, traced into a function body where one is needed; XLA may compile it.
+
+    So a trace that is given up leaves no ops behind, and a gradient tape around the call records
+    one op, whatever threads the towers are traced in.  On several machines the order of the
+    collectives must be the same everywhere: in a loop, TensorFlow orders those of a function body
+    otherwise.
+    """
+    if tf.executing_eagerly() or not (
+            compiles or _tf.may_be_recorded() or strategy.extended.workers is not None):
+        return make()
+    returned: list[Any] = []
+
+    @tf.function(autograph=False)
+    def run_towers() -> list[tf.Tensor]:
+        _tf.call_once()
+        with _tf.as_in_caller():
+            returned.append(make())
+        if compiles:
+            strategy.extended.xla.mark(tf.compat.v1.get_default_graph())
+        return results.tensors_in(returned[0])
+
+    outputs = list(run_towers())
+    call = outputs[0].op if outputs else None
+    outer = dict(zip(map(id, results.tensors_in(returned[0])), outputs))
+    return results.map_tensors(lambda leaf: call if isinstance(leaf, tf.Operation)
+                               else outer.get(id(leaf), leaf), returned[0])
 
 
 class _SingleTowerCall(contexts.Call):

@@ -22,7 +22,6 @@ import tensorflow as tf
 from towerstrategy import _tensorflow as _tf, contexts, warned
 from towerstrategy.batch import sub_batches
 from towerstrategy.merge import results, shares as shares_lib
-from towerstrategy.replicas import enclosed
 from towerstrategy.sharding import contract, replica, step, traffic
 from towerstrategy.sharding.replica_plans import NeedsOwnTrace
 from towerstrategy.variables import alone, rules, tower_local
@@ -34,7 +33,7 @@ def call(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: Any, kw
     one_trace = _Once(strategy, shares)
     try:
         with step.no_garbage():
-            return enclosed.run(strategy, lambda: one_trace.run(fn, args, kwargs))
+            return one_trace.run(fn, args, kwargs)
     except NeedsOwnTrace:
         _initialize(one_trace.created)
         raise

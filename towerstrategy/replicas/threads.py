@@ -17,25 +17,18 @@ import tensorflow as tf
 from towerstrategy import _tensorflow as _tf, contexts
 from towerstrategy.merge import results, shares as shares_lib
 from towerstrategy.placement import scopes
-from towerstrategy.replicas import enclosed
 from towerstrategy.variables import alone
 
 
 def call(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: Any, kwargs: Any,
-         shares: shares_lib.Shares, compiles: bool = False) -> Any:
+         shares: shares_lib.Shares) -> Any:
     """Calls ``fn`` on every tower, see :func:`calls.call_each`."""
-
-    def run() -> Any:
-        return _Call(strategy, fn, args, kwargs, shares).run()
-
+    result = _Call(strategy, fn, args, kwargs, shares).run()
     # A gradient tape of this thread does not record the ops of the towers' threads.
-    if tf.executing_eagerly():
-        result = run()
-        if not _tf.may_be_recorded():
-            return result
-        weights = [each.value() for each in strategy.extended.variables() if each.trainable]
-        return results.with_refused_gradients(result, RuntimeError(_OUTSIDE_GRADIENT), weights)
-    return enclosed.run(strategy, run, compiles)
+    if not tf.executing_eagerly() or not _tf.may_be_recorded():
+        return result
+    weights = [each.value() for each in strategy.extended.variables() if each.trainable]
+    return results.with_refused_gradients(result, RuntimeError(_OUTSIDE_GRADIENT), weights)
 
 
 _OUTSIDE_GRADIENT = (
