@@ -7,7 +7,6 @@ has all rows, and functions that find out which of these code runs in.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -139,8 +138,12 @@ class TowerContext(tf.distribute.ReplicaContext):
         """The tower's value of a fact in ``_DEFAULTS``; the number is the seed for draws, too."""
         nested = _tf.nested_function(self.graph)
         if nested is not None:
-            return _tf.capture_at_call(nested, f"towerstrategy/{name}", functools.partial(
-                _fact_of_caller, name), tf.TensorSpec([], _DEFAULTS[name].dtype))
+            def of_caller() -> Any:  # of the tower that calls the function, or traces such a call
+                tower = current_tower()
+                return _DEFAULTS[name] if tower is None else tower.fact(name)
+
+            return _tf.capture_at_call(nested, f"towerstrategy/{name}", of_caller,
+                                       tf.TensorSpec([], _DEFAULTS[name].dtype))
         if name not in self._facts:
             self._facts[name] = self.call.of_tower(self.index, name, self._of_all_towers(name))
         return self._facts[name]
@@ -172,12 +175,6 @@ class TowerContext(tf.distribute.ReplicaContext):
         return self.call.sync(lambda *args, **kwargs: results.map_tensors(
             lambda leaf: tf.stop_gradient(leaf) if isinstance(leaf, tf.Tensor) else leaf,
             merge_fn(*args, **kwargs)), args, kwargs)
-
-
-def _fact_of_caller(name: str) -> Any:
-    """The fact about the tower that calls a nested function, or traces a function that calls it."""
-    tower = tf.distribute.get_replica_context()
-    return tower.fact(name) if isinstance(tower, TowerContext) else _DEFAULTS[name]
 
 
 class OneReplicaContext(tf.distribute.ReplicaContext):

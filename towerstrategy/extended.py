@@ -307,10 +307,9 @@ class TowerExtended(_tf.StrategyExtended):
 
     def _update(self, var: Any, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool) -> Any:
         parts = var._values if isinstance(var, tower_local.TowerLocalVariable) else (var,)
-        several = len(parts) > 1
+        select = _tf.select_replica if len(parts) > 1 else reductions.the_one
         results = []
         for number, part in enumerate(parts):
-            select = _tf.select_replica if several else reductions.the_one
             with tf.device(homes_lib.home_of(part)), _tf.UpdateContext(number), \
                     tf.name_scope(f"update_{number}"):
                 results.append(fn(part, *select(number, args), **select(number, kwargs)))

@@ -25,8 +25,7 @@ class _TowerLocalSaveable(_tf.SyncOnReadSaveable):
     def restore(self, restored_tensors: Any, restored_shapes: Any) -> Any:
         del restored_shapes
         value, = restored_tensors
-        writes = self._sync_on_read_variable.spread(value)
-        return tf.group(*(write for write in writes if write is not None))
+        return tf.group(*self._sync_on_read_variable.spread(value))
 
 
 class TowerLocalVariable(_tf.SyncOnReadVariable):
