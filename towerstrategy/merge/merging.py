@@ -72,15 +72,11 @@ EXTREMES = {"max": (tf.maximum, tf.reduce_max), "min": (tf.minimum, tf.reduce_mi
 
 
 def extreme(rule: str, values: Sequence[Value], shares: shares_lib.Shares) -> Value:
-    """The largest, or smallest, of the values of the towers with rows, element by element.
-
-    ``values`` has one value per tower; further values behind these always count.
-    """
-    towers = len(shares.here)
-    base = first_of_filled(values[:towers], shares)
-    parts = [tf.where(shares.filled[tower], value, base) if shares.may_be_empty else value
-             for tower, value in enumerate(values[:towers])]
-    return extreme_of_parts(rule, [*parts, *values[towers:]], shares.workers)
+    """The largest, or smallest, of the values of the towers with rows, element by element."""
+    base = first_of_filled(values, shares)
+    parts = [tf.where(filled, value, base) for filled, value in zip(shares.filled, values)] \
+        if shares.may_be_empty else values
+    return extreme_of_parts(rule, parts, shares.workers)
 
 
 def extreme_of_parts(rule: str, parts: Sequence[Value], workers: Any) -> Value:

@@ -118,6 +118,4 @@ def _devices_of(destinations: Any) -> list[str]:
         return list(destinations)
     if isinstance(destinations, tf.distribute.DistributedValues):
         return [value.device for value in destinations.values]
-    if isinstance(destinations, tf.Variable):
-        return [homes_lib.home_of(destinations)]
-    return [destinations.device]
+    return [homes_lib.home_of(destinations)]

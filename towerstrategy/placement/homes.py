@@ -105,8 +105,8 @@ def move(variable: tf.Variable, device: str) -> None:
     variable._handle = moved._handle
 
 
-def home_of(variable: tf.Variable) -> str:
-    """The device on which ``variable`` lives."""
+def home_of(variable: Any) -> str:
+    """The device on which ``variable`` lives; of a tensor, its device."""
     # Not ``variable.device``: it gets the handle, after which the variable may no longer move.
     return str(getattr(variable, "_handle", variable).device)
 

@@ -142,7 +142,7 @@ def value_alone(variable: Any, values: list[Any], shares: shares_lib.Shares,
     """
     rule = rule_of(variable)
     if rule in merging.EXTREMES:
-        return merging.extreme(rule, [*values, before], shares)
+        return merging.EXTREMES[rule][0](merging.extreme(rule, values, shares), before)
     merge = merging.first_of_filled if rule == "first" else merging.mean
     return unless_empty(merge(values, shares), shares, before)
 
@@ -184,8 +184,7 @@ def are_same(slices: Sequence[dict[str, Any]]) -> bool:
     """Whether the towers' slices (arguments of ``tf.strided_slice``) are known to be the same."""
     def known(part: Any) -> Any:
         value = part if isinstance(part, int) else tf.get_static_value(part)
-        return None if value is None else np.asarray(value).tolist()
+        return id(part) if value is None else np.asarray(value).tolist()
 
-    first = {name: known(part) for name, part in slices[0].items()}
-    return None not in first.values() and all(
-        {name: known(part) for name, part in other.items()} == first for other in slices[1:])
+    first, *others = ({name: known(part) for name, part in each.items()} for each in slices)
+    return all(other == first for other in others)
