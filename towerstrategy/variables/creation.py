@@ -77,15 +77,12 @@ def _check_modes(kwargs: dict[str, Any]) -> bool:
 def _create_tower_local(strategy: tf.distribute.Strategy, next_creator: Callable[..., Any],
                         **kwargs: Any) -> tower_local.TowerLocalVariable:
     parts: list[tf.Variable] = []
-    eager, value = tf.executing_eagerly(), kwargs["initial_value"]
-    if not eager and callable(value):
+    if callable(kwargs["initial_value"]):
         # All parts get one tensor.  If parts started from another part, TensorFlow could not
-        # initialize them before the function runs: its first call would differ from later calls.
-        kwargs["initial_value"] = functools.cache(value)
+        # initialize them before a function runs: its first call would differ from later calls.
+        kwargs["initial_value"] = functools.cache(kwargs["initial_value"])
     for number, device in enumerate(strategy.extended.worker_devices):
         if parts:
-            if eager and strategy.extended.workers is None:
-                kwargs["initial_value"] = lambda: tf.identity(parts[0].value())
             first = (parts[0].name or kwargs.get("name") or "Variable").split(":")[0]
             kwargs["name"] = f"{first}/tower_{number}/"
         with tf.device(device), _outside_towers():
