@@ -54,26 +54,20 @@ def split_rows(rows: Rows, towers: int, units: Units = None) -> Sizes:
     >>> split_rows(10, 4), split_rows(2, 4), split_rows(10, 2, (3, 1))
     ([3, 3, 2, 2], [1, 1, 0, 0], [8, 2])
     """
-    if isinstance(rows, int) and not tf.is_tensor(units):
-        units = units or (1,) * towers
-        total = sum(units)  # whole numbers: no rounding can lose a row
-        sizes = [rows * unit // total for unit in units]
-        largest = sorted(range(towers), key=lambda tower: (-(rows * units[tower] % total), tower))
-        for tower in largest[:rows - sum(sizes)]:
-            sizes[tower] += 1
-        return sizes
+    known = isinstance(rows, int) and not tf.is_tensor(units)
+    library: Any = np if known else tf.experimental.numpy
+    last_first = np.arange(towers, dtype=np.int64)[::-1]
     if units is None:  # two operations only: they run for each batch
-        # Tower r of R has (rows + R - 1 - r) // R rows.
-        return (rows + np.arange(towers, dtype=np.int64)[::-1]) // towers
-    units = tf.cast(units, tf.int64)
-    wanted, total = rows * units, tf.reduce_sum(units)
-    floors = wanted // total
-    # Ranks are all different: of equal remainders, the first tower's ranks highest.
-    ranks = wanted % total * towers + np.arange(towers, dtype=np.int64)[::-1]
-    larger = tf.cast(ranks[tf.newaxis] > ranks[:, tf.newaxis], tf.int64)
-    extra = rows - tf.reduce_sum(floors)
-    return tf.ensure_shape(
-        floors + tf.cast(tf.reduce_sum(larger, 1) < extra, tf.int64), [towers])
+        sizes = (rows + last_first) // towers
+    else:
+        units = library.asarray(units, np.int64)
+        wanted, total = rows * units, library.sum(units)  # whole numbers: no rounding loses a row
+        sizes = wanted // total
+        # Ranks are all different: of equal remainders, the first tower's ranks highest.
+        ranks = wanted % total * towers + last_first
+        higher = library.sum(ranks[np.newaxis] > ranks[:, np.newaxis], axis=1)
+        sizes += library.where(higher < rows - library.sum(sizes), 1, 0)
+    return sizes.tolist() if known else sizes
 
 
 CutRows = Callable[[Rows], Sizes]  # from the rows of a batch, those of each tower
