@@ -12,6 +12,9 @@ import wide
 from peers import per_replica, plain
 from towerstrategy import contexts
 from towerstrategy.batch import sub_batches
+from towerstrategy.merge import shares as shares_lib
+from towerstrategy.placement import workers
+from towerstrategy.variables import written as merging_of_towers
 
 Aggregation = tf.VariableAggregation
 START = np.arange(12, dtype="f").reshape([4, 3])
@@ -117,6 +120,23 @@ class PiecesTest(parameterized.TestCase):
 
         strategy.run(tf.function(replica), (split_of([3, 2, 2]),))
         self.assertEqual(v.numpy().tolist(), [np.float32(value)] * 6 + [0, 0])
+
+    def test_towers_of_other_machines(self):
+        """Else machines that write other places each keep their own towers' values."""
+        class Other(workers.Workers):  # has one tower, which writes what this machine's first does
+            here = slice(0, 2)
+
+            def gather(self, value, axis=0):
+                return tf.concat([value, value[:1]], axis)
+
+        strategy = towerstrategy.TowerStrategy(2)
+        with strategy.scope():
+            v = tf.Variable(tf.range(6.), trainable=False)
+        places = [{"begin": [first], "end": [first + 3], "strides": [1]} for first in (0, 2)]
+        values = [tf.fill([3], 10.), tf.fill([3], 20.)]
+        shares = shares_lib.Shares([1, 2, 1], Other())
+        value = merging_of_towers.value_of_pieces(v, places, values, shares)
+        self.assertEqual(plain(value), [10., 10., 15., 20., 20., 5.])
 
     def test_index_out_of_range_is_an_error(self):
         """Else a wrong index writes somewhere else without a word."""
