@@ -76,8 +76,10 @@ class Contract:
       padded: the names of operations that a tower without rows must pad -> their plans.
     """
 
-    def __init__(self, kinds: frozenset[str], graph: Any = None) -> None:
+    def __init__(self, kinds: frozenset[str], graph: Any = None, known: Any = None) -> None:
         self._kinds, self.graph = kinds, graph
+        # A function body and its inputs' states -> its contract.
+        self._known: dict[Any, Contract] = {} if known is None else known
         self.padded: dict[str, Plan] = {}
         self._states: dict[str, State] = {}
         self._bodies: dict[str, list[Contract]] = {}  # operation -> those of its function bodies
@@ -169,11 +171,13 @@ class Contract:
             zeros = [*map(self._is_zero, operation.inputs)][-len(states[0]):]
         contracts = self._bodies[operation.name] = []
         for body, inputs in zip(bodies, states):
-            inner = Contract(self._kinds, body)
-            inner._states.update(zip((tensor.name for tensor in body.inputs), inputs))
-            inner._zeros = {tensor.name for tensor, zero in zip(body.inputs, zeros) if zero}
-            inner.look_at(op.operation for op in needed_in_order(body))
-            contracts.append(inner)
+            key = body, len(body.outputs), *inputs, *zeros
+            if key not in self._known:  # a loop in a loop is looked at in each round of both
+                inner = self._known[key] = Contract(self._kinds, body, self._known)
+                inner._states.update(zip((tensor.name for tensor in body.inputs), inputs))
+                inner._zeros = {tensor.name for tensor, zero in zip(body.inputs, zeros) if zero}
+                inner.look_at(op.operation for op in needed_in_order(body))
+            contracts.append(self._known[key])
         return [[inner.of(tensor) for tensor in inner.graph.outputs] for inner in contracts]
 
     def _loop(self, operation: tf.Operation, states: list[State]) -> list[State]:
@@ -354,14 +358,9 @@ def _power(operation: tf.Operation, states: Sequence[State]) -> int | None:
         floats = {state.power for tensor, state in zip(operation.inputs, states)
                   if scaling.is_number(tensor)}
         return floats.pop() if len(floats) == 1 else None
-    total = 0
-    for index, power in enumerate(powers):
-        if power:
-            degree = scaling.degree(operation, index)
-            if degree is None:
-                return None
-            total += power * degree
-    return total
+    degrees = [power and scaling.degree(operation, index) for index, power in enumerate(powers)]
+    return None if None in degrees else sum(
+        power * (degree or 0) for power, degree in zip(powers, degrees))
 
 
 def _not_taken(operation: tf.Operation, states: Sequence[State]) -> State:
