@@ -87,6 +87,29 @@ class FunctionTest(parameterized.TestCase):
                 with self.assertRaises(tf.errors.InvalidArgumentError):
                     function(strategy.split(rows))
 
+    @parameterized.parameters("the shape as it is", "behind the rows", "the rows are repeated")
+    def test_rows_counted_in_a_compiled_function(self, what):
+        """Else a tower reshapes its rows to the shape of all, which is an error."""
+        strategy, weights = strategy_of(3), tf.Variable(np.arange(24.).reshape([4, 6]) / 24)
+
+        @tf.function(jit_compile=True)
+        def compiled(x, weights):
+            y = tf.tanh(x @ weights)
+            if what == "the rows are repeated":
+                return tf.broadcast_to(tf.reduce_sum(y, 1, keepdims=True), [x.shape[0], 4])
+            return tf.reshape(y, [x.shape[0], *([6] if what == "the shape as it is" else [2, 3])])
+
+        def step(x):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(compiled(x, weights.read_value()) ** 2) * x.shape[0]
+            return loss, tape.gradient(loss, weights)
+
+        function = strategy.function(step)
+        for rows in 7, 2:
+            x = np.arange(rows * 4.).reshape([rows, 4]) / 28
+            for one, other in zip(step(tf.constant(x)), function(strategy.split(x))):
+                np.testing.assert_allclose(other, one, rtol=1e-9)
+
     @wide.parameters(1, wide=[2])
     def test_loops_where_rows_are_counted_in_python(self, micro_batches):
         """Else a recurrent layer, or a decoder, of such a step has all rows on one device; or a

@@ -70,6 +70,7 @@ class Layout:
       order: see :func:`needed_in_order`.
       specs: tensor name -> spec; at first those of the graph's ``inputs``.
       plans: operation name -> plan.
+      passed: the operations that need not run, each of whose outputs is an input.
       parted: the operations with an input that is not replicated, or a function body that writes.
       fallbacks: the operations that run once with all rows, because no rule shards them.
     """
@@ -78,6 +79,7 @@ class Layout:
         self.graph, self.order = graph, needed_in_order(graph)
         self.specs = dict(zip((tensor.name for tensor in graph.inputs), inputs))
         self.plans: dict[str, Plan] = {}
+        self.passed: list[Op] = []
         self.parted: list[Op] = []
         self.fallbacks: list[Op] = []
 
@@ -175,7 +177,8 @@ def is_local(layout: Layout, outputs: Sequence[Spec], compiled: bool = False) ->
     ``compiled`` says that XLA compiles them; no kernel of XLA fails on zero rows.
     """
     return _match(layout.outputs, outputs, compiled) and all(
-        _is_local(layout, operation, compiled) for operation in layout.order)
+        _is_local(layout, operation, compiled)
+        for operation in [*layout.order, *(layout.passed if compiled else ())])
 
 
 def _is_local(layout: Layout, operation: Op, compiled: bool) -> bool:
@@ -194,7 +197,8 @@ def _is_local(layout: Layout, operation: Op, compiled: bool) -> bool:
             and all(isinstance(spec, Replicated) for spec in plan.gives)
     is_made = plan.make is None or plan.alone is not None and knows_rows
     if compiled and plan.sizes is not None and isinstance(specs[-1], Replicated):
-        is_made = is_made and [*operation.value(-1)] == [*plan.sizes]  # not all rows' shape
+        value = operation.value(-1)
+        is_made = is_made and value is not None and [*value] == [*plan.sizes]  # not all rows' shape
     return is_made and (compiled or not plan.padded) and _match(specs, plan.takes, compiled)
 
 

@@ -113,8 +113,8 @@ class _Propagation:
             if plan.passes and not operation.controls and operation.name not in outputs:
                 passed[operation.name] = operation
                 layout.parted.pop()
-                del layout.plans[operation.name]
         layout.order = [operation for operation in layout.order if operation.name not in passed]
+        layout.passed = list(passed.values())
         if not self._depth and not self.is_void:
             traffic_lib.cut_late(layout)
             traffic_lib.gather_early(layout)

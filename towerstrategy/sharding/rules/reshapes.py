@@ -48,11 +48,11 @@ def reshape(op: Op, spec: Spec, target: Spec) -> Plan | None:
         return None
     if before is not None and before[spec.dim] is None and after[result.dim] is not None:
         return Plan([spec, result.size], [result])  # the target has all rows
-    if result == spec and _are_equal(before, after, spec.dim):
-        return Plan([spec, target], [spec], passes=True)
     inferred = _inferred_sizes(spec, result, before, after, requested)
     sizes = [-1 if at == result.dim else inferred.get(at, size) for at, size in enumerate(after)]
     plan = Plan([spec, target], [result])
+    if result == spec and _are_equal(before, after, spec.dim):
+        return dataclasses.replace(plan, passes=True, sizes=sizes)
     if all(isinstance(size, int) and size for size in sizes):
         plan.sizes = sizes
     elif not isinstance(target, Size):
