@@ -50,11 +50,12 @@ def reshape(op: Op, spec: Spec, target: Spec) -> Plan | None:
         return Plan([spec, result.size], [result])  # the target has all rows
     inferred = _inferred_sizes(spec, result, before, after, requested)
     sizes = [-1 if at == result.dim else inferred.get(at, size) for at, size in enumerate(after)]
-    plan = Plan([spec, target], [result])
-    if result == spec and _are_equal(before, after, spec.dim):
-        return dataclasses.replace(plan, passes=True, sizes=sizes)
+    plan = Plan([spec, target], [result],
+                passes=result == spec and _are_equal(before, after, spec.dim))
     if all(isinstance(size, int) and size for size in sizes):
         plan.sizes = sizes
+    elif plan.passes:
+        return plan
     elif not isinstance(target, Size):
         return plan if requested is not None and requested[result.dim] == -1 else _with_size(
             plan, op, result.dim, -1)
