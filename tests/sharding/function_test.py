@@ -110,6 +110,26 @@ class FunctionTest(parameterized.TestCase):
             for one, other in zip(step(tf.constant(x)), function(strategy.split(x))):
                 np.testing.assert_allclose(other, one, rtol=1e-9)
 
+    def test_branches_where_rows_are_counted_in_python(self):
+        """Else the gradient of a branch over rows ends in an error: what the branch kept for it has
+        other rows on a tower than the static shape says."""
+        weights = tf.Variable(np.eye(4) / 2)
+
+        def step(x):
+            rows, x = x.shape[0], tf.convert_to_tensor(x)
+            with tf.GradientTape() as tape:
+                hidden = tf.cond(tf.reduce_sum(x) > 0, lambda: tf.tanh(x @ weights),
+                                 lambda: x * tf.ones([rows, 1], x.dtype))
+                loss = tf.reduce_mean(hidden ** 2)
+            return tape.gradient(loss, weights)
+
+        strategy = strategy_of(3)
+        function = strategy.function(step)
+        for rows in (7, 2):
+            x = np.arange(4. * rows).reshape([rows, 4]) / 28
+            np.testing.assert_allclose(function(strategy.split(x)), step(x), rtol=1e-12)
+        self.assertEmpty(strategy.extended.done_with_all_rows)
+
     @wide.parameters(1, wide=[2])
     def test_loops_where_rows_are_counted_in_python(self, micro_batches):
         """Else a recurrent layer, or a decoder, of such a step has all rows on one device; or a

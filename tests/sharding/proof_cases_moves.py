@@ -621,8 +621,8 @@ def _lists() -> None:
 
     def kept(x: tf.Tensor) -> Any:
         held = raw.OptionalFromValue(components=[x])
-        return raw.OptionalGetValue(
-            optional=held, output_types=[x.dtype], output_shapes=[None])[0]
+        return [raw.OptionalGetValue(optional=held, output_types=[x.dtype], output_shapes=[shape])
+                for shape in (None, x.shape)]
 
     for type in ("OptionalFromValue", "OptionalGetValue"):
         around(type, kept, real(6, 12))

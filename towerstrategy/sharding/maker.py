@@ -50,13 +50,13 @@ class Maker:
         """Each tower's part of an input."""
         return self.inputs[index].parts()
 
-    def copy(self, inputs: Sequence[Any], tower: int | None) -> list[Any]:
-        """The outputs of a copy of the operation that takes other inputs."""
+    def copy(self, inputs: Sequence[Any], tower: int | None, attributes: bytes = b"") -> list[Any]:
+        """The outputs of a copy of the operation with other inputs, and other attributes if any."""
         if tower == EACH:
             return [list(output) for output in zip(*self.each(
-                lambda tower: self.copy(_of_tower(inputs, tower), tower)))]
-        return self.towers.builder.copy(self.op, inputs, self._device(tower),
-                                        self._scope(tower))[0]
+                lambda tower: self.copy(_of_tower(inputs, tower), tower, attributes)))]
+        return self.towers.builder.copy(self.op, inputs, self._device(tower), self._scope(tower),
+                                        attributes=attributes)[0]
 
     def make(self, kind: str, inputs: Sequence[Any], tower: int | None, **attrs: Any) -> Any:
         """The first output of a new operation of another type, named after this operation."""

@@ -248,8 +248,15 @@ def make_optional(op: Op, specs: Sequence[Spec]) -> Plan | None:
 @rule("OptionalGetValue")
 def optional_value(op: Op, specs: Sequence[Spec]) -> Plan | None:
     element = specs[0].element if isinstance(specs[0], ListOf) else None
-    return None if element is None or isinstance(element, ByBranch) or len(op.outputs) > 1 \
-        else Plan(specs, [element])
+    if element is None or isinstance(element, ByBranch) or len(op.outputs) > 1:
+        return None
+    static = op.outputs[0].shape
+    if not isinstance(element, Sharded) or static.rank is None or static[element.dim] is None:
+        return Plan(specs, [element])
+    node = tf.compat.v1.NodeDef.FromString(op.definition.attributes)  # its kernel checks the shape
+    node.attr["output_shapes"].list.shape[0].dim[element.dim].size = -1
+    attributes = node.SerializeToString(deterministic=True)
+    return Plan(specs, [element], make=lambda m: m.copy([m.parts(0)], EACH, attributes), alone=0)
 
 
 @rule("TensorListReserve", "EmptyTensorList")
