@@ -238,6 +238,13 @@ def _chosen_again(x: tf.Tensor) -> Any:
         chosen, tf.range(tf.shape(chosen)[0]))
 
 
+def _chosen_views(x: tf.Tensor) -> tf.Tensor:
+    """Two views of chosen rows, each of which has a number."""
+    chosen = tf.boolean_mask(x, x[:, 0] > 0)
+    views = tf.concat([chosen, tf.tanh(chosen)], 0)
+    return views * tf.cast(tf.range(tf.shape(views)[0]), x.dtype)[:, tf.newaxis]
+
+
 def _own_choice() -> None:
     for name, mask in MASKS.items():
         for type in ("Where", "GatherV2", "UnsortedSegmentSum"):
@@ -252,6 +259,7 @@ def _own_choice() -> None:
         around(type, _routed, real(6, 3), real(6, 2), title="routed")
     around("Where", _beside, np.abs(real(6, 4)) * signs, title="beside")
     around("Where", _chosen_again, np.abs(real(6, 4)) * signs, title="again")
+    around("Range", _chosen_views, np.abs(real(6, 4)) * signs, title="views")
 
 
 def _own_rows() -> None:
