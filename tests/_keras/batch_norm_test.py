@@ -180,11 +180,11 @@ class BatchNormTest(parameterized.TestCase):
         self.assertFalse(waits[False])
 
     @wide.parameters(wide=[
-        *((kit, together, in_branch) for kit in KITS for together in (True, False)
-          for in_branch in (True, False))])
-    def test_gradients_of_gradients(self, kit, together, in_branch):
+        *((kit, together, within) for kit in KITS for together in (True, False)
+          for within in ("", "branch", "function"))])
+    def test_gradients_of_gradients(self, kit, together, within):
         """Else a penalty on gradients, as of a GAN's critic, is another one's, by a percent; or
-        fails, in a branch, where statistics are a tower's own."""
+        fails, in a branch or a function, where statistics are a tower's own."""
         kit, found = KITS[kit], []
         self.enter_context(dtypes.policy(kit, "float32" if together else "float64"))
         x, factors = X[:9, 0, 0], tf.constant(Y[:9] * 9)  # of one row alone all gradients are NaN
@@ -201,14 +201,19 @@ class BatchNormTest(parameterized.TestCase):
             @function
             def step(x, factors, layer=layer):
                 x, factors = tf.cast(x, layer.dtype), tf.cast(factors, layer.dtype)
-                with tf.GradientTape(persistent=True) as outer, tf.GradientTape() as tape:
+
+                def slope(x, factors):
+                    with tf.GradientTape() as tape:
+                        tape.watch(x)
+                        y = tf.cond(tf.reduce_sum(factors) > 0, lambda: layer(x, training=True),
+                                    lambda: x) if within == "branch" else layer(x, training=True)
+                        total = tf.reduce_sum(tf.sin(y * factors))
+                    return tape.gradient(total, x)
+
+                with tf.GradientTape() as outer:
                     outer.watch(x)
-                    tape.watch(x)
-                    y = tf.cond(tf.reduce_sum(factors) > 0, lambda: layer(x, training=True),
-                                lambda: x) if in_branch else layer(x, training=True)
-                    total = tf.reduce_sum(tf.sin(y * factors))
-                with outer:
-                    loss = tf.reduce_mean((tf.norm(tape.gradient(total, x), axis=1) - 1) ** 2)
+                    slopes = (tf.function(slope) if within == "function" else slope)(x, factors)
+                    loss = tf.reduce_mean((tf.norm(slopes, axis=1) - 1) ** 2)
                 return outer.gradient(loss, [tf.convert_to_tensor(x), *layer.trainable_variables])
 
             found.append(tf.nest.flatten(step(*split((x, factors)))))

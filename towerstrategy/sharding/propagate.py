@@ -254,11 +254,12 @@ class _Propagation:
             meant: dict[str, Spec] = {"rows": specs[0], "own": MEAN, "once": REPLICATED, "sum": SUM}
             takes, gives = ([meant[word] for word in words] for words in signature)
             return Plan(takes, gives)
-        if MEAN in specs:  # a rewritten call
+        body = _tf.called_body(operation.operation, self._traffic.kinds)
+        if not all(_tf.is_call(consumer.type) for spec, tensor in zip(specs, body.inputs)
+                   if spec == MEAN for consumer in tensor.consumers()):  # a rewritten call's
             raise NotImplementedError(
                 "with synchronize_batch_norm=False, gradients of batch norm cannot be vectorized "
                 "(pass experimental_use_pfor=False), nor be taken in forward mode")
-        body = _tf.called_body(operation.operation, self._traffic.kinds)
         self._note_functions(operation, [body], operation.inputs)
         layout = self.layout(body, specs)
         if _tf.is_compiled(operation.operation) and not operation.handles \
