@@ -8,6 +8,7 @@ import functools
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 import tf_keras
 from absl.testing import absltest, parameterized
@@ -107,6 +108,7 @@ class BatchNormTest(parameterized.TestCase):
         self.assert_alike(kit, [sliced(kit)] * 2, [kit.layers.BatchNormalization] * 2)
 
     @IN_TURN
+    @pytest.mark.wide
     def test_a_layer_may_say_otherwise(self, kit):
         """Else `synchronized=True` of one layer is lost, or what a user's layer does besides is
         left out in training."""

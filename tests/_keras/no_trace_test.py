@@ -99,7 +99,7 @@ class NoTraceTest(parameterized.TestCase):
             self.assertEmpty(changed())
         self.assertTrue(self.strategy.extended.crossings)
 
-    @wide.parameters(keras, wide=[tf_keras])
+    @wide.parameters(wide=[keras, tf_keras])
     def test_loops_of_ones_own(self, kit):
         """Else an optimizer that a loop has used is another one in the next program."""
         with self.strategy.scope():

@@ -7,6 +7,7 @@ import contextlib
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 import tf_keras
 from absl.testing import absltest, parameterized
@@ -99,6 +100,7 @@ class SeveralBatchesTest(parameterized.TestCase):
         """Else what trains on a machine with four GPUs fails on one with one."""
         self.assert_as_one_device("keras", data, towerstrategy.TowerStrategy(DEVICES[:1]))
 
+    @pytest.mark.wide
     def test_a_loop_of_ones_own(self):
         """Else the second batch is of another size on each tower, or done once."""
         strategy = towerstrategy.TowerStrategy(DEVICES[:3])

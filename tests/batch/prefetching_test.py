@@ -413,7 +413,7 @@ def trained(library, steps, fetched, report=None):
 
 class KerasTest(parameterized.TestCase):
 
-    @wide.parameters((keras, 3), wide=[(tf_keras, 3)])
+    @wide.parameters(wide=[(keras, 3), (tf_keras, 3)])
     def test_fit_evaluate_predict(self, library, steps):
         """Else Keras' steps wait for their batches on GPUs, or train on other rows."""
         (expected, none), (found, some) = (trained(library, steps, fetched)

@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 from absl.testing import absltest, parameterized
 
 import towerstrategy
@@ -22,6 +23,7 @@ class PartitionTest(parameterized.TestCase):
         made = partition.partitioned(name, DEVICES[:partition.GUARDED_TOWERS], count_calls=True)
         self.assertEmpty(partition.increased({name: made.counts()}, kept["counts"]))
 
+    @pytest.mark.wide
     def test_counts_lie_on_a_line(self):
         """Else steps of many towers take minutes to be made, and steps of few do not show it."""
         made = [partition.partitioned("input", DEVICES[:count], count_calls=True).counts()

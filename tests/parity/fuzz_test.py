@@ -2,6 +2,7 @@
 
 from absl.testing import parameterized
 
+import wide
 from tests.parity import fuzz
 
 EXAMPLES = 10
@@ -9,7 +10,7 @@ EXAMPLES = 10
 
 class FuzzTest(parameterized.TestCase):
 
-    @parameterized.parameters(*fuzz.PROPERTIES)
+    @wide.some(3, *fuzz.PROPERTIES)
     def test_property(self, name):
         """Else a nest, dtype, row count or aggregation nobody thought of gives a wrong value."""
         fuzz.try_out(name, EXAMPLES, derandomize=True)

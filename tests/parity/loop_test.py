@@ -54,6 +54,7 @@ def train(strategy, kit, loss_of, rows, optimizer):
 class LoopTest(parameterized.TestCase):
 
     @wide.product(
+        0, 2,
         kit_and_loss=[(keras, mean_of), (keras, sum_over_batch_size),
                       (tf_keras, sum_over_batch_size)],
         rows=[27, 24, 19], optimizer=["SGD", "Adam"])

@@ -41,10 +41,9 @@ class TowerCountLoss(keras.losses.Loss):
 
 class SweepTest(parameterized.TestCase):
 
-    @wide.parameters(
-        (cases.TF_KERAS, "layers.Conv1D"),
-        wide=[(cases.TF_KERAS, "losses.Huber / not reduced"), (cases.KERAS_3, "metrics.F1Score"),
-              (cases.KERAS_3, "layers.BatchNormalization")])
+    @wide.parameters(wide=[
+        (cases.TF_KERAS, "layers.Conv1D"), (cases.TF_KERAS, "losses.Huber / not reduced"),
+        (cases.KERAS_3, "metrics.F1Score"), (cases.KERAS_3, "layers.BatchNormalization")])
     def test_is_as_listed(self, version, name):
         """Else a public class of Keras gives other results on towers, and nothing says so."""
         found = sweep.compare(version, name)

@@ -141,7 +141,7 @@ class OpenRowsTest(parameterized.TestCase):
 
 class SameResultsTest(parameterized.TestCase):
 
-    @parameterized.parameters(*FUNCTIONS)
+    @wide.some(2, *FUNCTIONS)
     def test_as_tracing_every_tower(self, name):
         """Else a result depends on how the step was traced, which nobody can see."""
         copied = strategy_with(True)

@@ -106,7 +106,7 @@ class OutsideTest(parameterized.TestCase):
             with self.assertRaisesRegex(ValueError, "inside of the function given to strategy.run"):
                 optimizer.apply_gradients([(gradients, v)])
 
-    @parameterized.parameters(False, True)
+    @wide.parameters(False, wide=[True])
     def test_losses_that_are_logged(self, in_towers):
         """Else a model's log of its loss is R times it, or counts a tower's by its rows twice."""
         def logged(strategy):

@@ -23,7 +23,7 @@ DEVICES = towerstrategy.split_cpu(8)
 TOWERS = (3, 4, 8, 3, 1)  # these take turns
 NAMES = [name for name in programs.PROGRAMS if name not in program_features.FEATURES]
 TURNS = list(zip(NAMES, itertools.cycle(TOWERS)))
-CASES = [case for case in TURNS if case[0] not in programs.GROUPS or case[0] == "features_0"][::3]
+CASES = [case for case in TURNS if case[0] not in programs.GROUPS or case[0] == "features_0"][::5]
 OTHERS = zip(NAMES, itertools.cycle(TOWERS[1:-1]))
 
 
