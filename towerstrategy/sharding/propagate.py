@@ -255,8 +255,9 @@ class _Propagation:
             takes, gives = ([meant[word] for word in words] for words in signature)
             return Plan(takes, gives)
         body = _tf.called_body(operation.operation, self._traffic.kinds)
-        if not all(_tf.is_call(consumer.type) for spec, tensor in zip(specs, body.inputs)
-                   if spec == MEAN for consumer in tensor.consumers()):  # a rewritten call's
+        if not all(_tf.is_call(each.type) or scaling.is_zero(each.outputs[0])
+                   for spec, tensor in zip(specs, body.inputs) if spec == MEAN
+                   for each in tensor.consumers()):  # a rewritten call's
             raise NotImplementedError(
                 "with synchronize_batch_norm=False, gradients of batch norm cannot be vectorized "
                 "(pass experimental_use_pfor=False), nor be taken in forward mode")
