@@ -158,7 +158,8 @@ class FunctionTest(parameterized.TestCase):
         self.assertEmpty(strategy.extended.done_with_all_rows)
 
     def test_an_error_of_ones_own(self):
-        """Else what is broken for any number of rows is told of another trace than the first."""
+        """Else a step that uses the number of rows in Python, and is broken behind that, is said to
+        lack the number."""
         strategy = strategy_of(3)
 
         @strategy.function
@@ -166,7 +167,7 @@ class FunctionTest(parameterized.TestCase):
             raise ValueError(f"broken for {x.shape[0]} rows")
 
         for _ in range(2):
-            with self.assertRaisesRegex(ValueError, "broken for None rows"):
+            with self.assertRaisesRegex(ValueError, f"broken for {len(X)} rows"):
                 broken(strategy.split(X))
 
     def test_a_batch_that_is_not_split_is_told_of(self):

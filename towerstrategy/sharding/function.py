@@ -114,15 +114,15 @@ class Function:
         self._failed = False
         try:
             return self._call_once(method, args, kwargs)
-        except Exception as error:
+        except Exception:
             if not (self._failed and self._any_rows and self._input_signature is None):
                 raise
-            self._any_rows = False
-            try:
-                return self._call_once(method, args, kwargs)
-            except Exception:
-                self._any_rows = True
-                raise error from None
+        self._any_rows = False
+        try:
+            return self._call_once(method, args, kwargs)
+        except Exception:
+            self._any_rows = True
+            raise
 
     def _call_once(self, method: Callable[[Any], Any], args: Any, kwargs: Any) -> Any:
         function, args, kwargs = self._function_and_arguments(args, kwargs)

@@ -337,13 +337,10 @@ def _traced(strategy: Any, fn: Callable[..., Any], inputs: _Inputs) -> Any:
 
     try:
         return trace(known_rows=False)
-    except Exception as error:
+    except Exception:
         if inputs.known_rows is None:
             raise
-        try:  # the function may use the number of rows in Python
-            return trace(known_rows=True)
-        except Exception:
-            raise error from None
+    return trace(known_rows=True)  # the function may use the number of rows in Python
 
 
 def _report(strategy: Any, layout: Layout) -> None:
