@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from towerstrategy.sharding.rules.registry import Op, Plan
-from towerstrategy.sharding.spec import REPLICATED, ListOf, Sharded, Spec, can_be_cut
+from towerstrategy.sharding.spec import REPLICATED, ListOf, Sharded, Spec
 
 DIMS = string.ascii_lowercase  # names for the dimensions of a tensor of any rank
 MIXED = "_"  # the name of a dimension whose positions depend on each other: it cannot be sharded
@@ -119,7 +119,7 @@ def once_and_cut(op: Op, specs: Sequence[Spec], spec: Sharded) -> Plan | None:
 
     So the ops behind it are sharded again. For one number an example that does not pay.
     """
-    if op.out_rank() in (None, 1) or not can_be_cut(spec):
+    if op.out_rank() in (None, 1):
         return None
     return Plan([REPLICATED] * len(specs), [spec] * len(op.outputs), once=True)
 

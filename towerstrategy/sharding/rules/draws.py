@@ -25,7 +25,6 @@ from towerstrategy.sharding.spec import (
     Sharded,
     Size,
     Spec,
-    can_be_cut,
     has_known_rows,
     in_one_piece,
 )
@@ -77,7 +76,7 @@ def _drawn_once(op: Op, specs: Sequence[Spec], alone: int | None = None) -> Plan
 def draw_of_rows(op: Op, specs: Sequence[Spec]) -> Plan | None:
     """Runs once, with all rows: the draws of a row depend on the draws before."""
     spec = specs[0]
-    if not isinstance(spec, Sharded) or not can_be_cut(spec) or op.out_rank() is None \
+    if not isinstance(spec, Sharded) or op.out_rank() is None \
             or op.type != "RandomShuffle" and spec.dim:
         return None
     return Plan([REPLICATED] * len(specs), [spec], once=True,

@@ -18,7 +18,16 @@ import numpy as np
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy.sharding.spec import REPLICATED, ListOf, Partial, Replicated, Sharded, Size, Spec
+from towerstrategy.sharding.spec import (
+    REPLICATED,
+    ListOf,
+    Partial,
+    Replicated,
+    Sharded,
+    Size,
+    Spec,
+    can_be_cut,
+)
 
 # In place of a tower's number: the host, which holds the numbers of rows; every tower.
 HOST, EACH = -1, -2
@@ -283,7 +292,8 @@ def plan_of(op: Op, specs: Sequence[Spec]) -> Plan | None:
     """
     own_rule = _RULES.get(op.type)
     plan = None if own_rule is None else own_rule(op, specs)
-    if plan is None:
+    if plan is None or plan.once and not all(
+            can_be_cut(spec) for spec in plan.gives if isinstance(spec, Sharded)):
         return None
     for index, (spec, wanted) in enumerate(zip(specs, plan.takes)):
         if wanted is not spec and isinstance(wanted, Sharded) and op.rank(index) is None \

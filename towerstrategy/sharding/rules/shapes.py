@@ -26,7 +26,6 @@ from towerstrategy.sharding.spec import (
     Size,
     Sizes,
     Spec,
-    can_be_cut,
     has_known_rows,
     in_one_piece,
 )
@@ -207,8 +206,7 @@ def range_(op: Op, specs: Sequence[Spec]) -> Plan | None:
             or [op.value(0), op.value(2)] != [0, 1]:
         return None
     if not in_one_piece(limit):  # a tower's rows do not have consecutive numbers
-        return dataclasses.replace(once(op), gives=[limit.shards(0)]) \
-            if can_be_cut(limit) else None
+        return dataclasses.replace(once(op), gives=[limit.shards(0)])
 
     def make(m: Any) -> list[list[Any]]:
         ranges = m.copy([m.parts(0), m.parts(1), m.parts(2)], EACH)[0]
