@@ -252,10 +252,14 @@ def new_name(name: str) -> str:
     return f"__inference_{name.replace('/', '_')}_towers_{next(_numbers)}"
 
 
-def placeholder_like(tensor: tf.Tensor) -> tf.Tensor:
-    """A placeholder of unknown shape in the current graph, for a tensor of another graph."""
+def placeholder_like(tensor: tf.Tensor, with_data: bool = True) -> tf.Tensor:
+    """A placeholder of unknown shape in the current graph, for a tensor of another graph.
+
+    ``with_data``: whether the values in a variable, or a list, have the same dtype and shape.
+    """
     placeholder = tf.compat.v1.placeholder(tensor.dtype, None)
-    graphs.copy_handle_data(tensor, placeholder)
+    if with_data:
+        graphs.copy_handle_data(tensor, placeholder)
     return placeholder
 
 

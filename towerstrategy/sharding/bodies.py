@@ -19,7 +19,7 @@ from towerstrategy.sharding.across import Across
 from towerstrategy.sharding.builder import Builder, Ref
 from towerstrategy.sharding.layout import Layout
 from towerstrategy.sharding.rules.registry import Op
-from towerstrategy.sharding.spec import PARTED, REPLICATED, Replicated, Sharded, Spec
+from towerstrategy.sharding.spec import PARTED, REPLICATED, ListOf, Replicated, Sharded, Spec
 from towerstrategy.sharding.towers import Towers
 from towerstrategy.sharding.values import Value
 
@@ -64,9 +64,9 @@ class Body:
         placeholders: list[tf.Tensor] = []
         inputs = []
 
-        def arguments(like: tf.Tensor) -> Iterator[tuple[Ref, str]]:
-            while True:
-                placeholders.append(_tf.placeholder_like(like))
+        def arguments(like: tf.Tensor, spec: Spec) -> Iterator[tuple[Ref, str]]:
+            while True:  # what is known of a list is the shape of entries with all rows
+                placeholders.append(_tf.placeholder_like(like, not isinstance(spec, ListOf)))
                 yield builder.take(placeholders[-1]), ""
 
         for index, (spec, value, inner) in enumerate(zip(
@@ -75,7 +75,7 @@ class Body:
                 inputs.append(self._argument(index, inner, value))
                 inputs[-1].read = functools.partial(self._read_outside, index, value)
             else:
-                inputs.append(value_of(towers, spec, inner.shape, arguments(inner)))
+                inputs.append(value_of(towers, spec, inner.shape, arguments(inner, spec)))
                 inputs[-1].device = "" if value.constant else value.device
         return placeholders, inputs
 
