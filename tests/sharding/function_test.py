@@ -41,10 +41,10 @@ class FunctionTest(parameterized.TestCase):
         self.assertEqual(normalize.experimental_get_tracing_count(), 1)
         self.assertIn("scale", normalize.pretty_printed_concrete_signatures())
 
-    @parameterized.parameters(1, 3)
-    def test_rows_counted_in_python(self, towers):
+    @parameterized.parameters((1,), (3,), (3, (3, 1, 2)))
+    def test_rows_counted_in_python(self, towers, shares=None):
         """Else a published loop that asks for ``x.shape[0]`` ends in an error on towers."""
-        strategy = strategy_of(towers)
+        strategy = strategy_of(towers, shares=shares)
 
         @strategy.function
         def in_turn(x):
@@ -129,6 +129,28 @@ class FunctionTest(parameterized.TestCase):
             x = np.arange(4. * rows).reshape([rows, 4]) / 28
             np.testing.assert_allclose(function(strategy.split(x)), step(x), rtol=1e-12)
         self.assertEmpty(strategy.extended.done_with_all_rows)
+
+    def test_rows_that_a_loop_keeps_where_they_are_counted_in_python(self):
+        """Else a loop's gradient for which all rows are needed ends in an error: what the loop kept
+        for it has other rows on a tower than the static shape says."""
+        weights = tf.Variable(np.eye(4) / 2)
+
+        @tf.custom_gradient
+        def sorted_backwards(x):
+            y = tf.tanh(x)
+            return y, lambda upstream: upstream * (1 - tf.sort(y, 0) ** 2)
+
+        def step(x):
+            state = tf.convert_to_tensor(x) * x.shape[0]
+            with tf.GradientTape() as tape:
+                state = tf.while_loop(lambda number, _: number < 3, lambda number, state: (
+                    number + 1, sorted_backwards(state @ weights)), (0, state))[1]
+                loss = tf.reduce_mean(state ** 2)
+            return tape.gradient(loss, weights)
+
+        strategy, x = strategy_of(3), np.arange(28.).reshape([7, 4]) / 28
+        np.testing.assert_allclose(
+            strategy.function(step)(strategy.split(x)), tf.function(step)(x), rtol=1e-12)
 
     @wide.parameters(1, wide=[2])
     def test_loops_where_rows_are_counted_in_python(self, micro_batches):

@@ -15,11 +15,11 @@ from towerstrategy import _tensorflow as _tf
 from towerstrategy.batch import rows as rows_lib
 
 
-def with_open_rows(element: Any) -> Any:
+def with_open_rows(element: Any, are_open: bool = True) -> Any:
     """Marks ``element`` so that functions are traced for any row counts: once for all shares."""
     for leaf in tf.nest.flatten(element):
         if isinstance(leaf, SubBatches):
-            leaf.open_rows = True
+            leaf.open_rows = are_open
     return element
 
 

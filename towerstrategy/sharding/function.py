@@ -158,7 +158,7 @@ class Function:
             _warn_of_whole_batches(strategy, self.__name__, (args, kwargs))
             self._failed = True  # until the end is reached
             with strategy.scope(), strategy.extended.modes.within(compiles=self._compiles):
-                result = step.run(strategy, python_function, args, kwargs)
+                result = step.run(strategy, python_function, args, kwargs, self._any_rows)
             self._failed = False
             self._has_loops = self._has_loops or _has_loop_on_towers(strategy)
             return result
@@ -191,9 +191,7 @@ def _sharded_arguments(bound: Mapping[str, Any], any_rows: bool) -> dict[str, An
             return leaf
         if leaf.batch == sharded[0].batch and not _has_rows_of(leaf, sharded[0]):
             return merging.concat(leaf.values, 0)
-        if not any_rows or leaf.open_rows:
-            return leaf
-        return sub_batches.with_open_rows(copy.copy(leaf))
+        return sub_batches.with_open_rows(copy.copy(leaf), any_rows)
 
     return {name: tf.nest.map_structure(argument, value) for name, value in bound.items()}
 

@@ -27,7 +27,6 @@ from towerstrategy.sharding.spec import (
     Spec,
     can_be_cut,
     has_known_rows,
-    of_batch,
 )
 
 
@@ -111,7 +110,7 @@ def loop_variable(before: Spec, after: Spec, tensor: tf.Tensor, result: tf.Tenso
     if isinstance(before, Replicated):
         if isinstance(after, Partial):
             return after if after.reduction == "sum" else REPLICATED
-        if isinstance(after, Sharded) and of_batch(after) and tensor.shape.rank is not None:
+        if isinstance(after, Sharded) and can_be_cut(after) and tensor.shape.rank is not None:
             # It may start with other rows than the batch's, and has these if there is no iteration;
             # one row may broadcast.  AutoGraph starts what is first set in the loop with no rows.
             size = tensor.shape[after.dim]

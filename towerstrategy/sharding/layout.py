@@ -11,7 +11,7 @@ what they do.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import tensorflow as tf
@@ -73,6 +73,7 @@ class Layout:
       passed: the operations that need not run, each of whose outputs is an input.
       parted: the operations with an input that is not replicated, or a function body that writes.
       fallbacks: the operations that run once with all rows, because no rule shards them.
+      made: the batches that the function makes itself, by name, with their numbers of rows.
     """
 
     def __init__(self, graph: Any, inputs: Iterable[Spec]) -> None:
@@ -82,6 +83,7 @@ class Layout:
         self.passed: list[Op] = []
         self.parted: list[Op] = []
         self.fallbacks: list[Op] = []
+        self.made: Mapping[str, int] = {}
 
     def inputs_of(self, operation: Op) -> list[Spec]:
         return [self.specs[name] for name in operation.input_names]

@@ -135,17 +135,14 @@ class Maker:
         tensor, and an XLA cluster need not return it from the GPU.
         """
         towers, spec = self.towers, self.inputs[index].spec
-        sizes, device = sizes_of(self.op.inputs[index]), towers.shapes_on(tower, dtype)
+        sizes = sizes_of(self.op.inputs[index])
         dim = spec.dim if isinstance(spec, Sharded) else None
         if sizes is None or None in [size for at, size in enumerate(sizes) if at != dim] \
                 or isinstance(spec, Sharded) and not has_known_rows(spec):
             return self.make("Shape", [self.part(index, tower)], tower, out_type=dtype)
         if not isinstance(spec, Sharded):
-            return towers.builder.constant(sizes, dtype, device)
-        rows = towers.size(spec, dtype, tower)
-        return towers.builder.make("Pack", [
-            rows if at == dim else towers.builder.constant(size, dtype, device)
-            for at, size in enumerate(sizes)], device, f"{towers.scopes[tower]}Pack", axis=0)
+            return towers.builder.constant(sizes, dtype, towers.shapes_on(tower, dtype))
+        return towers.shape(tower, towers.size(spec, dtype, tower), spec.dim, sizes)
 
     def entries(self, vectors: list[Ref], index: int) -> list[Ref]:
         """Each tower's entry ``index`` of its vector."""

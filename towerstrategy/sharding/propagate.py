@@ -1,9 +1,8 @@
 """The spec of each tensor and the plan of each operation of a traced step.
 
 Goes in: a traced graph and the specs of its inputs.  Comes out: its :class:`Layout`, and those of
-the functions that it calls.  An operation without a rule runs once, with all rows.
-
-The specs of loop variables are a fixpoint over the loop's body.
+the functions that it calls.  An operation without a rule runs once, with all rows.  The specs of
+loop variables are a fixpoint over the loop's body.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import Any
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy.sharding import joined, traffic as traffic_lib
+from towerstrategy.sharding import joined, made_rows, traffic as traffic_lib
 from towerstrategy.sharding.layout import (
     BRANCHES,
     LOOPS,
@@ -52,40 +51,42 @@ class CannotGather(Exception):
 
 
 def propagate(graph: Any, inputs: Sequence[Spec],
-              traffic: traffic_lib.Traffic | None = None) -> Layout:
+              traffic: traffic_lib.Traffic = traffic_lib.ANY) -> Layout:
     """The layout of ``graph`` for inputs with these specs.
 
     Args:
       graph: the traced graph.
       inputs: the specs of its inputs.
-      traffic: picks the plan that moves fewer bytes; None keeps the plans of the rules.
+      traffic: picks the plan that moves fewer bytes; by default the plans of the rules.
 
     Raises:
       TypeError: a user's rule returned something other than a valid plan.
     """
-    whole: set[Any] = set()
-    while True:
-        known = len(whole)
-        propagation = _Propagation(graph, whole, traffic)
-        layout = propagation.layout(graph, inputs)
-        if not propagation.is_void:
-            return layout
-        if len(whole) == known:
-            whole.add(ListOf)  # all of them, as the next pass would not differ
+    def propagated(made: made_rows.Made) -> Layout:
+        whole: set[Any] = set()
+        while True:
+            known, propagation = len(whole), _Propagation(graph, whole, traffic, made)
+            layout = propagation.layout(graph, inputs)
+            if not propagation.is_void:
+                return layout
+            if len(whole) == known:
+                whole.add(ListOf)  # all of them, as the next pass would not differ
+
+    return made_rows.with_own_rows(propagated, traffic.replicas)
 
 
 def once(layout: Layout, operation: Op) -> Plan:
     """The plan of an operation whose inputs are all replicated; it is put into ``layout``."""
-    return _Propagation(layout.graph, set(), None).operation(layout, operation)
+    return _Propagation(layout.graph, set()).operation(layout, operation)
 
 
 class _Propagation:
     """One pass over a graph; no tower may have lists of its own in place of the ``whole`` ones."""
 
-    def __init__(self, graph: Any, whole: set[Any], traffic: traffic_lib.Traffic | None) -> None:
-        self._graph, self._whole = graph, whole
+    def __init__(self, graph: Any, whole: set[Any], traffic: traffic_lib.Traffic = traffic_lib.ANY,
+                 made: made_rows.Made = made_rows.NONE) -> None:
+        self._graph, self._whole, self._traffic, self._made = graph, whole, traffic, made
         self.is_void = False  # whether there are more whole lists now, for the next pass
-        self._traffic = traffic or traffic_lib.Traffic()
         self._depth = 0  # of nested branches and loops
         self._keeps_parts = False  # whether linear operations do, in the innermost of them
         self._kept = 0  # how many did so
@@ -127,7 +128,9 @@ class _Propagation:
         nests = operation.has_effect and (operation.is_call or operation.type in BRANCHES) \
             and not _tf.is_compiled(operation.operation)  # each write runs where its variable lives
         if specs.count(REPLICATED) == len(specs) and not nests:
-            layout.plans[operation.name] = plan = registry.once(operation)
+            made = made_rows.plan_of(operation, self._made)
+            layout.parted += [operation] if made else []
+            layout.plans[operation.name] = plan = made or registry.once(operation)
             return plan
         layout.parted.append(operation)
         found = self._plan(operation, specs, nests)

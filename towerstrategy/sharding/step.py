@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -33,7 +33,8 @@ from towerstrategy.sharding.values import Value, captured
 _log = logging.getLogger("towerstrategy")
 
 
-def run(strategy: Any, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def run(strategy: Any, fn: Callable[..., Any], args: Any, kwargs: Any,
+        any_rows: bool = True) -> Any:
     """What one device would return for ``fn(*args, **kwargs)`` with all rows.
 
     One device runs it if one is enough, and in eager code: this is for debugging, so the function
@@ -44,6 +45,7 @@ def run(strategy: Any, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
       fn: the function, written for one device.
       args: its arguments; per-replica values with rows are sharded, all others are replicated.
       kwargs: its keyword arguments, likewise.
+      any_rows: whether it may be traced for any number of rows.
 
     Raises:
       ValueError: components of the batch have different numbers of rows.
@@ -60,7 +62,7 @@ def run(strategy: Any, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         with contexts.OneReplicaContext(strategy), tf.device(device):
             return fn(*args, **kwargs)
     with no_garbage():
-        return _on_towers(strategy, fn, args, kwargs)
+        return _on_towers(strategy, fn, args, kwargs, any_rows)
 
 
 @contextlib.contextmanager
@@ -82,18 +84,20 @@ def no_garbage() -> Iterator[None]:
             gc.enable()
 
 
-def _on_towers(strategy: Any, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def _on_towers(strategy: Any, fn: Callable[..., Any], args: Any, kwargs: Any, any_rows: bool
+               ) -> Any:
     graph = tf.compat.v1.get_default_graph()
     with tf.device(strategy.extended.host_device):
         inputs = _Inputs(strategy, (args, kwargs))
     inputs.check_rows()
-    traced = _traced(strategy, fn, inputs)
+    traced = _traced(strategy, fn, inputs, any_rows)
     layout = propagate.propagate(traced, [
         *inputs.specs, *[REPLICATED] * (len(traced.inputs) - len(inputs.specs))],
         traffic.of_strategy(strategy, inputs.known_rows))
     _report(strategy, layout)
     _tf.hand_on_functions(traced, graph)
-    towers = towers_of(strategy, graph, lambda tower, _, batch: inputs.count(towers, tower, batch))
+    towers = towers_of(strategy, graph, lambda tower, _, batch: inputs.count(
+        towers, tower, batch, layout.made))
     values, partition = inputs.values(towers, traced), Partition(towers)
     devices = [strategy.extended.merge_device if isinstance(layout.specs[tensor.name], Sharded)
                else "" for tensor in traced.outputs]  # returned rows, such as predictions
@@ -229,8 +233,15 @@ class _Inputs:
                 for leaf, spec in zip(self.tensors, self.specs)]
         return [*args, *(captured(towers, outer, inner.shape) for outer, inner in traced.captures)]
 
-    def count(self, towers: Towers, tower: Any, batch: str) -> Ref | None:
-        """A tower's number of rows; for "each" the numbers of all workers' towers, if known."""
+    def count(self, towers: Towers, tower: Any, batch: str, made: Mapping[str, int]) -> Ref | None:
+        """A tower's number of rows; for "each" the numbers of all workers' towers, if known.
+
+        ``made``: the numbers of rows of batches that the function makes itself.
+        """
+        if batch not in self._first:
+            sizes = rows_lib.split_rows(
+                made[batch], towers.replicas, self._strategy.extended.inputs.units)
+            return towers.number(sizes if tower == "each" else sizes[towers.first + tower])
         builder, first = towers.builder, self._first[batch]
         if tower == "each":
             return None if first.counts is None else builder.take(first.counts)
@@ -320,7 +331,7 @@ def _filled(structure: Any, tensors: Iterable[tf.Tensor], **options: Any) -> Any
     return tf.nest.map_structure(filled, structure, **options)
 
 
-def _traced(strategy: Any, fn: Callable[..., Any], inputs: _Inputs) -> Any:
+def _traced(strategy: Any, fn: Callable[..., Any], inputs: _Inputs, any_rows: bool) -> Any:
     """The traced graph of ``fn``."""
     converted = _tf.autograph_convert(fn)
 
@@ -336,7 +347,8 @@ def _traced(strategy: Any, fn: Callable[..., Any], inputs: _Inputs) -> Any:
                              getattr(fn, "__name__", "step"))
 
     try:
-        return trace(known_rows=False)
+        if any_rows or inputs.known_rows is None:
+            return trace(known_rows=False)
     except Exception:
         if inputs.known_rows is None:
             raise

@@ -236,6 +236,13 @@ class Towers:
                                           for place in range(length)], device,
                                  f"{self.scopes[tower]}Pack", axis=0)
 
+    def shape(self, tower: int, rows: Ref, at: int, sizes: Sequence[Any]) -> Ref:
+        """A tower's shape: ``rows`` at index ``at``, else ``sizes``."""
+        device = self.shapes_on(tower, rows.dtype)
+        return self.builder.make("Pack", [
+            rows if place == at else self.builder.constant(int(size), rows.dtype, device)
+            for place, size in enumerate(sizes)], device, f"{self.scopes[tower]}Pack", axis=0)
+
     def entry(self, vector: Ref, at: int) -> Ref:
         """Entry ``at`` of a vector, on the host."""
         return self.on_host("GatherV2", vector, self.number(at, tf.int32),

@@ -47,12 +47,14 @@ class Traffic:
       rows: the approximate number of rows of a batch.
       shared: whether the towers share their cores, so that sharded work is no faster.
       kinds: the types of the towers' devices.
+      replicas: the number of towers of all workers; 0 keeps rows that a step makes on one device.
     """
 
     towers: int = 0
     rows: int = 0
     shared: bool = False
     kinds: frozenset[str] = frozenset({"CPU"})
+    replicas: int = 0
 
     def pads(self, plan: Plan) -> bool:
         """Whether a tower without rows needs a row of padding for an operation of this plan."""
@@ -84,16 +86,21 @@ class Traffic:
                                if isinstance(spec, Sharded))
 
 
+ANY = Traffic()  # keeps each plan of the table
+
+
 def of_strategy(strategy: Any, known_rows: int | None) -> Traffic:
     """The :class:`Traffic` of a strategy's steps.
 
     It keeps the table's plans if all micro-batches' rows would be held, or rows cross machines.
     """
     placement, count = strategy.extended.placement, len(strategy.extended.worker_devices)
-    if strategy.extended.workers is not None or placement.micro_batches > 1 or placement.rows:
-        return Traffic(kinds=placement.kinds)
+    workers, micro_batches = strategy.extended.workers, placement.micro_batches
+    replicas = workers.replicas if workers else count
+    if workers is not None or micro_batches > 1 or placement.rows:
+        return Traffic(kinds=placement.kinds, replicas=replicas)
     guess = count * (ROWS if placement.on_cpu else MANY_ROWS)
-    return Traffic(count, known_rows or guess, placement.on_cpu, placement.kinds)
+    return Traffic(count, known_rows or guess, placement.on_cpu, placement.kinds, replicas)
 
 
 def gather_early(layout: Layout) -> None:

@@ -198,6 +198,8 @@ class Value:
         """
         towers, host, whole = self.towers, self.towers.on_host, self.whole()
         of_all, own = (towers.size(size, whole.dtype, each) for each in (None, tower))
+        if size.known is not None and None not in size.known:
+            return own if not self.shape.rank else towers.shape(tower, own, size.at, size.known)
         other = host("Sub", towers.entry(whole, size.at), of_all)
         return towers.with_entry(whole, size.at, host("AddV2", own, other))
 

@@ -174,7 +174,7 @@ def looped(strategy, kit):
 
 
 def function(strategy, _):
-    """``strategy.function``: rows chosen, sorted, drawn, counted, doubled, named, one by one."""
+    """``strategy.function``: rows chosen, sorted, drawn, counted, doubled, named, in turn, made."""
     def step(x):
         chosen = tf.boolean_mask(x, x[:, 0] > 0.5)
         views = tf.concat([x, x * x], 0)
@@ -187,7 +187,8 @@ def function(strategy, _):
                 tf.cumsum(views * places), tf.reduce_sum(views * places, 0), tf.split(views, 2)[1],
                 x[:9] + 0., x[0] + 0., tf.gather_nd(x, tf.stack([rows, rows % 2], 1)),
                 tf.scatter_nd(tf.stack([rows, rows % 2], 1), x[:, 0], tf.shape(x)),
-                tf.map_fn(lambda row: row[0] * tf.cast(row[1], x.dtype), (x, rows), x.dtype))
+                tf.map_fn(lambda row: row[0] * tf.cast(row[1], x.dtype), (x, rows), x.dtype),
+                tf.cumsum(tf.tanh(tf.random.stateless_normal([7, 3], [1, 2]) @ tf.ones([3, 3]))))
 
     x, _, _ = data(13)
     made = strategy.function(step) if hasattr(strategy, "function") else step

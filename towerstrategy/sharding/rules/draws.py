@@ -36,7 +36,7 @@ _RESERVED = {"StatelessTruncatedNormalV2": 256 // 4}
 
 
 @rule("StatelessRandomUniformV2", "StatelessRandomNormalV2", "StatelessTruncatedNormalV2",
-      "StatelessRandomUniformIntV2", "StatelessRandomUniformFullIntV2")
+      "StatelessRandomUniformIntV2", "StatelessRandomUniformFullIntV2", size=0)
 def draw(op: Op, specs: Sequence[Spec]) -> Plan | None:
     size, algorithm = specs[0], op.value(3)
     if not isinstance(size, Size) or not all(map(is_plain, specs[1:])) or algorithm is None \
@@ -52,13 +52,13 @@ def draw(op: Op, specs: Sequence[Spec]) -> Plan | None:
                 make=lambda m: [_make_draws(m, width)], alone=0)
 
 
-@rule("RandomUniform", "RandomUniformInt", "RandomStandardNormal", "TruncatedNormal")
+@rule("RandomUniform", "RandomUniformInt", "RandomStandardNormal", "TruncatedNormal", size=0)
 def draw_by_state(op: Op, specs: Sequence[Spec]) -> Plan | None:
     return _drawn_once(op, specs) if all(map(is_plain, specs[1:])) else None
 
 
 @rule("StatelessRandomGammaV3", "StatelessRandomPoisson", "StatelessRandomBinomial",
-      "StatelessParameterizedTruncatedNormal")
+      "StatelessParameterizedTruncatedNormal", size=0)
 def draw_by_parameters(op: Op, specs: Sequence[Spec]) -> Plan | None:
     return _drawn_once(op, specs, alone=0) if all(
         isinstance(spec, (Sharded, Replicated)) for spec in specs[1:]) else None

@@ -217,9 +217,11 @@ Rule = Callable[[Op, Sequence[Spec]], "Plan | None"]
 _RULES: dict[str, Rule] = {}
 _LIGHT: set[str] = set()
 _MOVES: set[str] = set()
+SIZES: dict[str, int] = {}  # see rule()
 
 
-def rule(*types: str, light: bool = False, moves: bool = False) -> Callable[[Rule], Rule]:
+def rule(*types: str, light: bool = False, moves: bool = False,
+         size: int | None = None) -> Callable[[Rule], Rule]:
     """Registers a rule for operations of these types; one rule a type.
 
     Args:
@@ -227,6 +229,8 @@ def rule(*types: str, light: bool = False, moves: bool = False) -> Callable[[Rul
       light: whether such an op costs no more than to read its inputs and to write its outputs, so
         that it does not matter whether it runs once or on each tower.
       moves: whether such an op only moves entries.
+      size: for ops that make rows and take none: the input that is the output's shape, or its
+        number of rows.
     """
 
     def decorator(function: Rule) -> Rule:
@@ -236,6 +240,7 @@ def rule(*types: str, light: bool = False, moves: bool = False) -> Callable[[Rul
             _RULES[name] = function
         _LIGHT.update(types if light else ())
         _MOVES.update(types if moves else ())
+        SIZES.update(dict.fromkeys(types, size) if size is not None else {})
         return function
 
     return decorator
@@ -300,6 +305,20 @@ def plan_of(op: Op, specs: Sequence[Spec]) -> Plan | None:
                 and spec != wanted.given:
             return None  # a tensor of unknown rank cannot be cut
     return plan
+
+
+def rows_made(op: Op) -> int | None:
+    """The constant number of rows that an op makes without taking any; None if it does not."""
+    value = op.value(SIZES[op.type]) if op.type in SIZES else None
+    return int(value.flat[0]) if value is not None and value.size else None
+
+
+def plan_of_rows(op: Op, group: str) -> Plan | None:
+    """The plan by which each tower makes its part of such rows, as rows of this group."""
+    index = SIZES[op.type]
+    specs: list[Spec] = [REPLICATED] * len(op.inputs)
+    specs[index] = Size(0, 1, group, tuple(op.value(index).ravel().tolist()))
+    return plan_of(op, specs)
 
 
 def _problem(plan: Any, op: Op) -> str:

@@ -198,7 +198,7 @@ def of_shapes(op: Op, specs: Sequence[Spec]) -> Plan | None:
         and all(map(is_plain, specs)) else None
 
 
-@rule("Range")
+@rule("Range", light=True, size=1)
 def range_(op: Op, specs: Sequence[Spec]) -> Plan | None:
     """The numbers of the rows: each tower's begin where the numbers of the tower before end."""
     limit = specs[1]

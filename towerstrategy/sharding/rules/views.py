@@ -299,7 +299,7 @@ def pad(op: Op, specs: Sequence[Spec]) -> Plan | None:
     return by_names(op, specs, [names], [names], padded=op.type.startswith("Mirror"))
 
 
-@rule("Fill")
+@rule("Fill", light=True, size=0)
 def fill(op: Op, specs: Sequence[Spec]) -> Plan | None:
     size, value = specs
     if not isinstance(size, Size) or not is_plain(value):
@@ -307,7 +307,7 @@ def fill(op: Op, specs: Sequence[Spec]) -> Plan | None:
     return Plan([size, REPLICATED], [size.shards(size.at)])
 
 
-@rule("BroadcastTo", light=True)
+@rule("BroadcastTo", light=True, size=1)
 def broadcast_to(op: Op, specs: Sequence[Spec]) -> Plan | None:
     value, size = specs
     rank, out = op.rank(0), op.out_rank()
@@ -327,7 +327,7 @@ def broadcast_to(op: Op, specs: Sequence[Spec]) -> Plan | None:
     return Plan([wanted, size], [result])
 
 
-@rule("Tile", light=True)
+@rule("Tile", light=True, size=1)
 def tile(op: Op, specs: Sequence[Spec]) -> Plan | None:
     value, multiples = specs
     if isinstance(value, Sharded):
