@@ -56,6 +56,23 @@ class DealTest(parameterized.TestCase):
             sizes = rows_lib.split_rows(tf.constant(rows, tf.int64), towers, units)
             self.assertEqual(sizes.numpy().tolist(), rows_lib.split_rows(rows, towers, units))
 
+    def test_rows_counted_in_python(self):
+        """Else a layer that asks for ``x.shape[0]``, or a replica function, ends in an error."""
+        class Summed(tf_keras.layers.Layer):
+            def call(self, inputs):
+                return tf.reduce_sum(inputs, 1, keepdims=True) * inputs.shape[0]
+
+        strategy = unequal(3, 1)
+        with strategy.scope():
+            model = tf_keras.Sequential([Summed()])
+            model.compile("sgd", "mse")
+        batches = tf.data.Dataset.from_tensor_slices(
+            (tf.ones([16, 2]), tf.zeros([16, 1]))).batch(8, drop_remainder=True)
+        self.assertEqual(model.evaluate(batches, verbose=0), 16 ** 2)
+        rows = tf.function(lambda batch: strategy.run(lambda x, _: x.shape[0] * x[0, 0], batch))
+        for batch in strategy.experimental_distribute_dataset(batches):
+            self.assertEqual([6, 2], list(map(float, rows(batch).values)))
+
     def test_equal_shares_are_no_shares(self):
         """Else who names equal shares pays for what he does not get."""
         self.assertIsNone(rows_lib.units_of([2, 2., np.float32(2)]))
@@ -89,7 +106,7 @@ class UnequalTest(parameterized.TestCase):
         fixed = strategy.experimental_distribute_dataset(
             tf.data.Dataset.from_tensors(1.).repeat(20).batch(8, drop_remainder=True))
         self.assertEqual([counts(batch) for batch in fixed], [[6, 2], [6, 2]])
-        self.assertEqual(fixed.element_spec._component_specs[0].shape.as_list(), [None])
+        self.assertEqual(fixed.element_spec._component_specs[0].shape.as_list(), [6])
         self.assertEqual([float(total(batch)) for batch in fixed], [8, 8])
         self.assertLen(traces, 2)
         self.assertEmpty(strategy.extended.own_trace_reasons)

@@ -32,8 +32,12 @@ def split_dataset(dataset: tf.data.Dataset, towers: int, ready: int = READY,
     if towers > 1:
         split = _tf.map_ahead(dataset, on_elements(dataset.element_spec, _in_scope(
             lambda element: splitting.split_batch(element, towers, cuts, batches))), ready)
+    # Where shares do not change, each tower's rows are known if the batches' are.
+    open_rows = cuts is not None and any(
+        rows_lib.known_rows(part) is None for part in tf.nest.flatten(
+            split.element_spec, expand_composites=True))
     return TowerDataset(split, lambda fn: split_dataset(dataset.map(fn), towers, ready, cuts),
-                        open_rows=cuts is not None)
+                        open_rows=open_rows)
 
 
 def _batch_numbers(dataset: Any) -> list[int] | None:

@@ -56,7 +56,9 @@ def split_batch(batch: Nest, towers: int, cuts: rows_lib.CutRows | None = None,
         sub_batches.SubBatches(rows_lib.cut(tensor, sizes[number], here or slice(None)), number,
                                counts[number]) if rows_lib.has_rows(tensor) else tensor
         for tensor, number in zip(tensors, numbers)])
-    return packed if cuts is None else sub_batches.with_open_rows(packed)
+    fixed = not tf.executing_eagerly() and here is None and all(
+        isinstance(each, list) for each in sizes.values())  # the same for all batches of a dataset
+    return packed if cuts is None or fixed else sub_batches.with_open_rows(packed)
 
 
 def as_sub_batches(grouped: Nest) -> Nest:
