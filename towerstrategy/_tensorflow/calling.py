@@ -23,7 +23,7 @@ _READ_ONLY = auto_control_deps_utils.READ_ONLY_RESOURCE_INPUTS_ATTR
 
 def call_nodes(graph: tf.Graph, name: str, nodes: Mapping[str, Any],
                inputs: Mapping[str, tf.Tensor], outputs: Mapping[str, tf.Tensor],
-               effects: Iterable[str]) -> tf.Operation:
+               effects: Iterable[str], no_gradient: str = "") -> tf.Operation:
     """Makes a function of nodes and calls it in ``graph``.
 
     Args:
@@ -33,6 +33,7 @@ def call_nodes(graph: tf.Graph, name: str, nodes: Mapping[str, Any],
       inputs: by its name as an input of a node, each tensor of ``graph`` that the nodes take.
       outputs: by its name as an input of a node, for each result, a tensor of its type.
       effects: the names of nodes that must run.
+      no_gradient: the error where a gradient of the call is used; "" if it can be taken.
     """
     definition = tf.compat.v1.GraphDef().library.function.add()
     signature = definition.signature
@@ -56,7 +57,19 @@ def call_nodes(graph: tf.Graph, name: str, nodes: Mapping[str, Any],
     function = atomic_function.AtomicFunction(
         name, context, function_type.from_structured_signature(
             (_specs(inputs), {}), _specs(outputs)), list(graph._functions.values()))
-    return _call(graph, function, list(inputs.values()), _read_only(nodes, inputs))
+    call = _call(graph, function, list(inputs.values()), _read_only(nodes, inputs))
+    call._gradient_function = functools.partial(_refuse, no_gradient) if no_gradient \
+        else functools.partial(functions.gradient_of_call, function)
+    return call
+
+
+def _refuse(error: str, call: tf.Operation, *_: Any) -> list[tf.Tensor | None]:
+    """Gradients of a call that end with an error where they are used: a tape may not need them."""
+    dtypes = [graphs.dtype_of(tensor) for tensor in call.inputs]
+    check = tf.raw_ops.Assert(condition=False, data=[error])
+    with tf.control_dependencies([check]):
+        return [tf.raw_ops.PlaceholderWithDefault(input=tf.zeros([], dtype), shape=None)
+                if dtype.is_floating or dtype.is_complex else None for dtype in dtypes]
 
 
 def _specs(tensors: Mapping[Any, tf.Tensor]) -> tuple[tf.TensorSpec, ...]:
@@ -75,9 +88,7 @@ def _call(graph: tf.Graph, function: Any, inputs: Sequence[tf.Tensor],
         *((key, "s", value.encode() if isinstance(value, str) else value) for key, value
           in eager_context.context().function_call_options.as_attrs().items()))}
     with tf.device(None):
-        call = graph.create_op("StatefulPartitionedCall", inputs, types, attrs=attributes)
-    call._gradient_function = functools.partial(functions.gradient_of_call, function)
-    return call
+        return graph.create_op("StatefulPartitionedCall", inputs, types, attrs=attributes)
 
 
 class _Texts(dict[str, str]):

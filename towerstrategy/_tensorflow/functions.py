@@ -70,6 +70,11 @@ def gradient_of_call(function: Any, call: tf.Operation, *gradients: Any) -> Any:
     return concrete_function.ConcreteFunction(function)._get_gradient_function()(call, *gradients)
 
 
+def has_own_gradient(operation: tf.Operation) -> bool:
+    """Whether it has a gradient of its own, by ``tf.custom_gradient`` or ``tf.recompute_grad``."""
+    return "_gradient_op_type" in operation.node_def.attr
+
+
 @contextlib.contextmanager
 def as_in_caller() -> Iterator[None]:
     """A context in which the function being traced makes variables and seeds as its caller would.

@@ -41,6 +41,13 @@ def shape_of_entries(tensor_list: tf.Tensor) -> tf.TensorShape | None:
     return shapes[0] if shapes and shapes[0].is_fully_defined() else None
 
 
+def dtype_of(tensor: tf.Tensor) -> tf.DType:
+    """The dtype of a tensor; of a variable's handle, that of its value."""
+    data = handle_data_util.get_resource_handle_data(tensor)
+    known = tensor.dtype == tf.resource and data.is_set
+    return tf.as_dtype(data.shape_and_type[0].dtype) if known else tensor.dtype
+
+
 def half_of(tensor: tf.Tensor) -> tf.Tensor | None:
     """The half-precision tensor that ``tensor`` is a wider cast of; None if it is no such cast."""
     half = tensor.op.inputs[0] if tensor.op.type == "Cast" and tensor.dtype.is_floating else None

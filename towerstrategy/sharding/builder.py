@@ -148,18 +148,20 @@ class Builder:
             imported = tf.graph_util.import_graph_def(graph_def, outer, list(self.nodes), name="")
         self.operations = dict(zip(self.nodes, imported))
 
-    def call_all(self, name: str, outputs: Mapping[Ref, tf.Tensor], effects: Iterable[str]) -> None:
+    def call_all(self, name: str, outputs: Mapping[Ref, tf.Tensor], effects: Iterable[str],
+                 no_gradient: str = "") -> None:
         """Makes a function of the collected nodes and calls it; instead of :meth:`finish`.
 
         Args:
           name: the function's name.
           outputs: its outputs, each with a tensor of the same shape.
           effects: nodes that must run.
+          no_gradient: the error where a gradient of the call is used; "" if it can be taken.
         """
         returned = {ref: like for ref, like in outputs.items() if ref not in self._outer}
         call = _tf.call_nodes(
             self.graph, name, self.nodes, {ref.input: each for ref, each in self._outer.items()},
-            {ref.input: like for ref, like in returned.items()}, effects)
+            {ref.input: like for ref, like in returned.items()}, effects, no_gradient)
         self.operations = dict.fromkeys(effects, call)
         self._outer.update(zip(returned, call.outputs))
 

@@ -21,12 +21,8 @@ from towerstrategy import _tensorflow as _tf, arguments, contexts, refused
 from towerstrategy.batch import rows as rows_lib, sub_batches
 from towerstrategy.merge import merging, results
 from towerstrategy.sharding import step
-from towerstrategy.sharding.layout import LOOPS
 
 _log = logging.getLogger("towerstrategy")
-_EAGER_GRADIENT = (  # an eager tape would take the towers' loops for one
-    "the gradient of a function made by strategy.function, in which there is a loop, cannot be "
-    "taken in eager code. Take it in the function, or in a tf.function that calls it.")
 
 
 class Function:
@@ -53,7 +49,6 @@ class Function:
         self._function_with_all_rows = tf.function(python_function, input_signature, **options)
         self._parameters = inspect.signature(python_function)
         self._functions: dict[Any, Any] = {}  # one tf.function for each choice of sharded arguments
-        self._has_loops = False
         self._any_rows = True  # whether it is traced for any number of rows
         self._failed = False  # whether its last trace failed
 
@@ -61,10 +56,7 @@ class Function:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if contexts.has_all_rows() and tf.distribute.get_strategy() is self._strategy:
             return self._function_with_all_rows(*args, **kwargs)
-        result = self._call(lambda function: function, args, kwargs)
-        if self._has_loops and tf.executing_eagerly():
-            return results.with_refused_gradients(result, NotImplementedError(_EAGER_GRADIENT))
-        return result
+        return self._call(lambda function: function, args, kwargs)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         """Makes it work as a method, with one :class:`Function` for each instance."""
@@ -145,7 +137,8 @@ class Function:
         if self._input_signature is not None:
             bound.apply_defaults()
             signature = _towers_signature(self._input_signature, bound.arguments)
-        key = self._any_rows if signature is None else tuple(tf.nest.flatten(signature))
+        key = (_tf.may_be_recorded(), self._any_rows if signature is None
+               else tuple(tf.nest.flatten(signature)))  # a tape may need another trace
         if key not in self._functions:
             self._functions[key] = tf.function(self._step_on_towers(), signature, **self._options)
         return self._functions[key], bound.args, bound.kwargs
@@ -160,7 +153,6 @@ class Function:
             with strategy.scope(), strategy.extended.modes.within(compiles=self._compiles):
                 result = step.run(strategy, python_function, args, kwargs, self._any_rows)
             self._failed = False
-            self._has_loops = self._has_loops or _has_loop_on_towers(strategy)
             return result
 
         functools.update_wrapper(on_towers, python_function, updated=())
@@ -261,14 +253,6 @@ def _warn_of_whole_batches(strategy: Any, name: str, args: Any) -> None:
         _log.warning("%s, made by strategy.function, was given no batch that is split, so one "
                      "device does all of it. For the towers to do it give it strategy.split(batch) "
                      "or elements of strategy.experimental_distribute_dataset(dataset).", name)
-
-
-def _has_loop_on_towers(strategy: Any) -> bool:
-    """Whether the towers' operations in the default graph have a loop among them."""
-    return len(strategy.extended.worker_devices) > 1 and any(
-        type in LOOPS
-        for operation in tf.compat.v1.get_default_graph().get_operations()
-        for type in _tf.types_in(operation))
 
 
 def _refuse_sub_batches(value: Any, dtype: Any = None, name: str | None = None,

@@ -24,13 +24,16 @@ from towerstrategy.placement import scopes as scopes_lib
 from towerstrategy.sharding import propagate, traffic
 from towerstrategy.sharding.across import Across
 from towerstrategy.sharding.builder import Builder, Ref
-from towerstrategy.sharding.layout import Layout
+from towerstrategy.sharding.layout import BRANCHES, LOOPS, Layout
 from towerstrategy.sharding.partition import Partition
 from towerstrategy.sharding.spec import REPLICATED, Sharded, Spec
 from towerstrategy.sharding.towers import Towers
 from towerstrategy.sharding.values import Value, captured
 
 _log = logging.getLogger("towerstrategy")
+_NO_GRADIENT = (
+    "cannot be taken by a tape that was not there when it was traced, as it has loops, branches, "
+    "calls or a tf.custom_gradient. Put the tape into it, or around what is traced with it.")
 
 
 def run(strategy: Any, fn: Callable[..., Any], args: Any, kwargs: Any,
@@ -53,16 +56,20 @@ def run(strategy: Any, fn: Callable[..., Any], args: Any, kwargs: Any,
     devices, extended = strategy.extended.worker_devices, strategy.extended
     alone = len(devices) == 1 and extended.workers is None
     if tf.executing_eagerly() or alone and not (extended.placement.rows or extended.modes.compiles):
-        device = devices[0] if len(devices) == 1 else strategy.extended.merge_device
-        with tf.device(device):
-            args, kwargs = tf.nest.map_structure(
-                lambda leaf: whole(strategy, leaf), (args, kwargs))
-        if not tf.executing_eagerly():
-            fn = _tf.autograph_convert(fn)
-        with contexts.OneReplicaContext(strategy), tf.device(device):
-            return fn(*args, **kwargs)
+        return _on_one_device(strategy, fn, args, kwargs)
     with no_garbage():
         return _on_towers(strategy, fn, args, kwargs, any_rows)
+
+
+def _on_one_device(strategy: Any, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    devices = strategy.extended.worker_devices
+    device = devices[0] if len(devices) == 1 else strategy.extended.merge_device
+    with tf.device(device):
+        args, kwargs = tf.nest.map_structure(lambda leaf: whole(strategy, leaf), (args, kwargs))
+    if not tf.executing_eagerly():
+        fn = _tf.autograph_convert(fn)
+    with contexts.OneReplicaContext(strategy), tf.device(device):
+        return fn(*args, **kwargs)
 
 
 @contextlib.contextmanager
@@ -91,9 +98,16 @@ def _on_towers(strategy: Any, fn: Callable[..., Any], args: Any, kwargs: Any, an
         inputs = _Inputs(strategy, (args, kwargs))
     inputs.check_rows()
     traced = _traced(strategy, fn, inputs, any_rows)
+    if traced is None:
+        return _on_one_device(strategy, fn, args, kwargs)
     layout = propagate.propagate(traced, [
         *inputs.specs, *[REPLICATED] * (len(traced.inputs) - len(inputs.specs))],
         traffic.of_strategy(strategy, inputs.known_rows))
+    name, other = getattr(fn, "__name__", "step"), has_other_gradients(layout)
+    if other and _tf.may_be_recorded():
+        _log.warning("%s runs on one device, with all rows, as a tape around it records. Put the "
+                     "tape into it, so that the towers run it.", name)
+        return _on_one_device(strategy, fn, args, kwargs)
     _report(strategy, layout)
     _tf.hand_on_functions(traced, graph)
     towers = towers_of(strategy, graph, lambda tower, _, batch: inputs.count(
@@ -103,13 +117,22 @@ def _on_towers(strategy: Any, fn: Callable[..., Any], args: Any, kwargs: Any, an
                else "" for tensor in traced.outputs]  # returned rows, such as predictions
     outputs = [value.whole() for value in partition.run(layout, values, output_devices=devices)]
     strategy.extended.crossings = dict(towers.crossings)
-    tensors, _ = finished(strategy, partition, zip(outputs, traced.outputs),
-                          getattr(fn, "__name__", "step"))
+    tensors, _ = finished(strategy, partition, zip(outputs, traced.outputs), name, other)
     return _filled(traced.structured_outputs, tensors, expand_composites=True)
 
 
+def has_other_gradients(layout: Layout) -> bool:
+    """Whether a tape cannot differentiate the towers' operations like those that were traced."""
+    return any(operation.is_call or operation.type in (*BRANCHES, *LOOPS)
+               for each in layout.with_bodies() for operation in each.order
+               if not getattr(each.plans[operation.name], "inlined", False)) or any(
+        _tf.has_own_gradient(operation.operation)
+        for each in layout.with_bodies() for operation in each.passed)
+
+
 def finished(strategy: Any, partition: Partition, outputs: Iterable[tuple[Ref, tf.Tensor]],
-             name: str) -> tuple[list[tf.Tensor], list[tf.Operation]]:
+             name: str, other_gradients: bool = False
+             ) -> tuple[list[tf.Tensor], list[tf.Operation]]:
     """Makes a function of the collected nodes and calls it, or imports them into the graph.
 
     Args:
@@ -117,6 +140,7 @@ def finished(strategy: Any, partition: Partition, outputs: Iterable[tuple[Ref, t
       partition: has made the nodes.
       outputs: the outputs, each with its tensor in the traced graph.
       name: the function's name.
+      other_gradients: see :func:`has_other_gradients`.
 
     Returns:
       A tensor for each output, and the operations that must run, on which these tensors depend.
@@ -129,7 +153,8 @@ def finished(strategy: Any, partition: Partition, outputs: Iterable[tuple[Ref, t
             or extended.workers or extended.placement.micro_batches > 1 or _tf.may_be_recorded():
         builder.finish()
     else:  # nothing needs the operations in Python
-        builder.call_all(_tf.new_name(name), dict(outputs), [*effects, *partition.reads])
+        builder.call_all(_tf.new_name(name), dict(outputs), [*effects, *partition.reads],
+                         f"the gradient of {name} {_NO_GRADIENT}" if other_gradients else "")
     if extended.modes.compiles:
         extended.xla.mark(builder.graph, builder.operations.values())
     if extended.placement.micro_batches > 1:
@@ -332,7 +357,10 @@ def _filled(structure: Any, tensors: Iterable[tf.Tensor], **options: Any) -> Any
 
 
 def _traced(strategy: Any, fn: Callable[..., Any], inputs: _Inputs, any_rows: bool) -> Any:
-    """The traced graph of ``fn``."""
+    """The traced graph of ``fn``; None for one row whose number is used in Python.
+
+    Of a static size of one it would not be known whether it counts the row.
+    """
     converted = _tf.autograph_convert(fn)
 
     def one_device(*tensors: tf.Tensor) -> Any:
@@ -352,7 +380,8 @@ def _traced(strategy: Any, fn: Callable[..., Any], inputs: _Inputs, any_rows: bo
     except Exception:
         if inputs.known_rows is None:
             raise
-    return trace(known_rows=True)  # the function may use the number of rows in Python
+    # The function may use the number of rows in Python.
+    return None if inputs.known_rows == 1 else trace(known_rows=True)
 
 
 def _report(strategy: Any, layout: Layout) -> None:

@@ -1,6 +1,7 @@
 """The types of elementwise ops: an output has the shape of the input, or of their broadcast."""
 
-AS_IT_IS = ("Identity", "StopGradient", "PreventGradient", "Snapshot")
+STOP_GRADIENTS = ("StopGradient", "PreventGradient")  # for tapes around a step
+AS_IT_IS = ("Identity", "Snapshot", *STOP_GRADIENTS)
 
 
 def names(text: str) -> list[str]:

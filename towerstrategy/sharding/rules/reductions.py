@@ -73,16 +73,20 @@ def reduction(op: Op, specs: Sequence[Spec]) -> Plan | None:
 
 
 def _make_mean(m: Any, spec: Sharded, axes: Sequence[int], keep: bool) -> list[list[Any]]:
-    """Makes the mean over all other axes, summed over the tower's rows, over the batch's rows."""
+    """Makes the mean over all other axes of the sum over the tower's rows, over the batch's rows.
+
+    The rows come first: of a mean over the rest of one row XLA cannot compile if a mask chose it.
+    """
     dtype = m.op.inputs[0].dtype
     half = dtype in (tf.float16, tf.bfloat16)
     scale = m.make("Reciprocal", [m.rows(0, tf.float32 if half else dtype)], None)
     value, others = m.parts(0), [axis for axis in axes if axis != spec.dim]
     if half:  # a float16 cannot hold a count above 2048, or a long sum
         value = m.make("Cast", [value], EACH, DstT=tf.float32)
+    total = m.make("Sum", [value, m.constant([spec.dim], tf.int32, EACH)], EACH,
+                   keep_dims=bool(others) or keep)
     if others:
-        value = m.make("Mean", [value, m.constant(others, tf.int32, EACH)], EACH, keep_dims=True)
-    total = m.make("Sum", [value, m.constant(axes, tf.int32, EACH)], EACH, keep_dims=keep)
+        total = m.make("Mean", [total, m.constant(axes, tf.int32, EACH)], EACH, keep_dims=keep)
     mean = m.make("Mul", [total, scale], EACH)
     return [m.make("Cast", [mean], EACH, DstT=dtype) if half else mean]
 
