@@ -171,8 +171,8 @@ def value_of(towers: Towers, spec: Spec, shape: tf.TensorShape, refs: Iterator[t
     return Value(towers, spec, shape, whole, parts.__getitem__, device)
 
 
-def attributes_of(operation: Op, names: Sequence[str], takes: Iterable[Ref],
-                  gives: Iterable[Ref], in_turn: bool) -> bytes:
+def attributes_of(operation: Op, names: Sequence[str], takes: Sequence[Ref],
+                  gives: Sequence[Ref], in_turn: bool) -> bytes:
     """The attributes of a branch or loop like ``operation`` with functions of these names.
 
     Args:
@@ -184,8 +184,9 @@ def attributes_of(operation: Op, names: Sequence[str], takes: Iterable[Ref],
     """
     attr, functions = tf.compat.v1.AttrValue, [{"name": name} for name in names]
     node = tf.compat.v1.NodeDef.FromString(operation.definition.attributes)
-    for stale in ("output_shapes", "_read_only_resource_inputs"):
-        node.attr.pop(stale, None)
+    node.attr.pop("_read_only_resource_inputs", None)
+    unknown = tf.TensorShape(None).as_proto()  # without shapes a loop's results have its inputs'
+    node.attr["output_shapes"].list.CopyFrom(attr.ListValue(shape=[unknown] * len(gives)))
     keys = _tf.function_attributes(operation.type)
     for key, function in zip(keys, functions):
         node.attr[key].CopyFrom(attr(func=function) if len(keys) > 1

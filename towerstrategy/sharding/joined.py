@@ -27,6 +27,7 @@ from towerstrategy.sharding.spec import (
     Spec,
     can_be_cut,
     has_known_rows,
+    of_batch,
 )
 
 
@@ -105,8 +106,9 @@ def loop_variable(before: Spec, after: Spec, tensor: tf.Tensor, result: tf.Tenso
     if lists:
         return REPLICATED if lists[-1].rows else next(
             (spec for spec in reversed(lists) if spec.element is not None), ListOf())
-    if isinstance(after, Sharded) and before == after.uncounted:
-        return before
+    if isinstance(before, Sharded) and isinstance(after, Sharded) \
+            and before.uncounted == after.uncounted:
+        return before.uncounted
     if isinstance(before, Replicated):
         if isinstance(after, Partial):
             return after if after.reduction == "sum" else REPLICATED
@@ -114,7 +116,8 @@ def loop_variable(before: Spec, after: Spec, tensor: tf.Tensor, result: tf.Tenso
             # It may start with other rows than the batch's, and has these if there is no iteration;
             # one row may broadcast.  AutoGraph starts what is first set in the loop with no rows.
             size = tensor.shape[after.dim]
-            if size is not None and (size == result.shape[after.dim] or not is_read and size != 1):
+            if size is not None and (size == result.shape[after.dim] or of_batch(after)
+                                     and not is_read and size != 1):
                 return after if size in (0, result.shape[after.dim]) else after.uncounted
     if before == SUM and isinstance(after, Replicated):
         return before
