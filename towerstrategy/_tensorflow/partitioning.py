@@ -65,7 +65,7 @@ def trace(fn: Callable[..., Any], specs: Sequence[Any], name: str) -> Any:
         name, fn, list(specs), {}, add_control_dependencies=True)
 
 
-def body_of(graph: tf.Graph, name: str, arguments: Sequence[tf.Tensor] | None = None) -> Any:
+def body_of(graph: tf.Graph, name: str, arguments: Sequence[Any] | None = None) -> Any:
     """The graph of the function ``name``, which ``graph`` can call.
 
     If it is made anew, its inputs have the static shapes of ``arguments``.
@@ -86,8 +86,11 @@ def functions_of(operation: tf.Operation) -> list[Any]:
     """The graphs of all branches, or of a loop's condition and body."""
     named = [operation.get_attr(name) for name in function_attributes(operation.type)]
     called = named[0] if isinstance(named[0], list) else named
-    # A loop's outputs have the shapes that its variables have in all iterations.
-    arguments = operation.outputs if operation.type in functions.LOOPS else operation.inputs[1:]
+    arguments: Sequence[Any] = operation.inputs[1:]
+    if operation.type in functions.LOOPS:  # the shapes that its variables have in all iterations:
+        shapes = operation.get_attr("output_shapes")  # gradients say more of the outputs
+        arguments = [tf.TensorSpec(shape, tensor.dtype) for shape, tensor in zip(
+            shapes, operation.outputs)] or operation.outputs
     return [body_of(operation.graph, function.name, arguments) for function in called]
 
 
@@ -122,7 +125,7 @@ def source_of(tensor: tf.Tensor) -> tf.Tensor:
     return source if found or index is None else source_of(source.op.inputs[1 + index])
 
 
-def _graph_of(definition: Any, graph: tf.Graph, arguments: Sequence[tf.Tensor] | None) -> Any:
+def _graph_of(definition: Any, graph: tf.Graph, arguments: Sequence[Any] | None) -> Any:
     """A graph from a function's definition, which changes; it calls the functions of ``graph``."""
     shapes = None
     if arguments is not None:

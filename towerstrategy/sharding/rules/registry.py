@@ -310,8 +310,8 @@ def plan_of(op: Op, specs: Sequence[Spec]) -> Plan | None:
 def rows_made(op: Op) -> int | None:
     """The constant number of rows that an op makes without taking any; None if it does not."""
     value = op.value(SIZES[op.type]) if op.type in SIZES else None
-    counts = value is not None and value.size and np.issubdtype(value.dtype, np.integer)
-    return int(value.flat[0]) if counts else None
+    return int(value.flat[0]) if value is not None and value.size and np.issubdtype(
+        value.dtype, np.integer) else None
 
 
 def plan_of_rows(op: Op, group: str) -> Plan | None:
