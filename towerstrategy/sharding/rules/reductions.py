@@ -16,7 +16,17 @@ from towerstrategy.sharding.rules import shapes
 from towerstrategy.sharding.rules.dimensions import DIMS, MIXED, but, by_names, once_and_cut
 from towerstrategy.sharding.rules.entries import entries_of
 from towerstrategy.sharding.rules.registry import EACH, Op, Plan, rule
-from towerstrategy.sharding.spec import REPLICATED, SUM, Axes, Partial, Sharded, Size, Sizes, Spec
+from towerstrategy.sharding.spec import (
+    REPLICATED,
+    SUM,
+    Axes,
+    Partial,
+    Sharded,
+    Size,
+    Sizes,
+    Spec,
+    can_be_cut,
+)
 
 _PARTIAL = {"Sum": "sum", "Max": "max", "Min": "min", "All": "and", "Any": "or"}
 
@@ -73,9 +83,9 @@ def reduction(op: Op, specs: Sequence[Spec]) -> Plan | None:
 
 
 def _make_mean(m: Any, spec: Sharded, axes: Sequence[int], keep: bool) -> list[list[Any]]:
-    """Makes the mean over all other axes of the sum over the tower's rows, over the batch's rows.
+    """Makes the mean over all other axes, summed over the tower's rows, over the batch's rows.
 
-    The rows come first: of a mean over the rest of one row XLA cannot compile if a mask chose it.
+    Of rows that a mask chose the sum comes first: XLA cannot compile the mean over one such row.
     """
     dtype = m.op.inputs[0].dtype
     half = dtype in (tf.float16, tf.bfloat16)
@@ -83,10 +93,12 @@ def _make_mean(m: Any, spec: Sharded, axes: Sequence[int], keep: bool) -> list[l
     value, others = m.parts(0), [axis for axis in axes if axis != spec.dim]
     if half:  # a float16 cannot hold a count above 2048, or a long sum
         value = m.make("Cast", [value], EACH, DstT=tf.float32)
-    total = m.make("Sum", [value, m.constant([spec.dim], tf.int32, EACH)], EACH,
-                   keep_dims=bool(others) or keep)
+    first, second, over = ("Mean", "Sum", others) if can_be_cut(spec) else (
+        "Sum", "Mean", [spec.dim])
     if others:
-        total = m.make("Mean", [total, m.constant(axes, tf.int32, EACH)], EACH, keep_dims=keep)
+        value = m.make(first, [value, m.constant(over, tf.int32, EACH)], EACH, keep_dims=True)
+    total = m.make(second if others else "Sum", [value, m.constant(axes, tf.int32, EACH)], EACH,
+                   keep_dims=keep)
     mean = m.make("Mul", [total, scale], EACH)
     return [m.make("Cast", [mean], EACH, DstT=dtype) if half else mean]
 
