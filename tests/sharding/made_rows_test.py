@@ -5,6 +5,7 @@ import tensorflow as tf
 from absl.testing import absltest, parameterized
 
 import towerstrategy
+import wide
 from towerstrategy.sharding import propagate, traffic
 from towerstrategy.sharding.spec import REPLICATED, Sharded
 
@@ -74,7 +75,7 @@ PROGRAMS = {
 
 class MadeRowsTest(parameterized.TestCase):
 
-    @parameterized.parameters(*PROGRAMS)
+    @wide.some(3, *PROGRAMS)
     def test_same_as_one_device(self, program):
         """Else a GAN of a tutorial, with its batch size in the noise's shape, learns otherwise."""
 

@@ -26,6 +26,7 @@ from towerstrategy.sharding.across import Across
 from towerstrategy.sharding.builder import Builder, Ref
 from towerstrategy.sharding.layout import BRANCHES, LOOPS, Layout
 from towerstrategy.sharding.partition import Partition
+from towerstrategy.sharding.rules.families import STOP_GRADIENTS
 from towerstrategy.sharding.spec import REPLICATED, Sharded, Spec
 from towerstrategy.sharding.towers import Towers
 from towerstrategy.sharding.values import Value, captured
@@ -33,7 +34,7 @@ from towerstrategy.sharding.values import Value, captured
 _log = logging.getLogger("towerstrategy")
 _NO_GRADIENT = (
     "cannot be taken by a tape that was not there when it was traced, as it has loops, branches, "
-    "calls or a tf.custom_gradient. Put the tape into it, or around what is traced with it.")
+    "calls, tf.stop_gradient or tf.custom_gradient. Put the tape into it.")
 
 
 def run(strategy: Any, fn: Callable[..., Any], args: Any, kwargs: Any,
@@ -126,7 +127,7 @@ def has_other_gradients(layout: Layout) -> bool:
     return any(operation.is_call or operation.type in (*BRANCHES, *LOOPS)
                for each in layout.with_bodies() for operation in each.order
                if not getattr(each.plans[operation.name], "inlined", False)) or any(
-        _tf.has_own_gradient(operation.operation)
+        operation.type in STOP_GRADIENTS or _tf.has_own_gradient(operation.operation)
         for each in layout.with_bodies() for operation in each.passed)
 
 

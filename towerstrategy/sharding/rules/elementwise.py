@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from towerstrategy.sharding.rules import shapes
 from towerstrategy.sharding.rules.dimensions import DIMS, MIXED, by_equation, by_names, is_plain
-from towerstrategy.sharding.rules.families import AS_IT_IS, BINARY, STOP_GRADIENTS, UNARY, names
+from towerstrategy.sharding.rules.families import AS_IT_IS, BINARY, UNARY, names
 from towerstrategy.sharding.rules.lists import entry_by_entry
 from towerstrategy.sharding.rules.registry import Op, Plan, rule
 from towerstrategy.sharding.spec import (
@@ -37,7 +37,7 @@ _UNARY, _OF_ONE_SHAPE = frozenset(UNARY), frozenset(OF_ONE_SHAPE)
 @rule(*UNARY, *BINARY, light=True)
 def elementwise(op: Op, specs: Sequence[Spec]) -> Plan | None:
     if op.type in AS_IT_IS and not isinstance(specs[0], Replicated):
-        return Plan(specs, specs, passes=op.type not in STOP_GRADIENTS)
+        return Plan(specs, specs, passes=True)
     if any(isinstance(spec, ListOf) for spec in specs):
         return entry_by_entry(op, specs)
     if any(isinstance(spec, Sharded) for spec in specs):

@@ -1,6 +1,6 @@
 """The types of elementwise ops: an output has the shape of the input, or of their broadcast."""
 
-STOP_GRADIENTS = ("StopGradient", "PreventGradient")  # for tapes around a step
+STOP_GRADIENTS = ("StopGradient", "PreventGradient")
 AS_IT_IS = ("Identity", "Snapshot", *STOP_GRADIENTS)
 
 
