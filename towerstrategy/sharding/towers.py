@@ -230,11 +230,7 @@ class Towers:
     @cached
     def vector(self, tower: int, number: Ref, at: int, length: int, other: int) -> Ref:
         """A vector for a tower: ``number`` at index ``at``, ``other`` at all other indices."""
-        device = self.shapes_on(tower, number.dtype)
-        rest = self.builder.constant(other, number.dtype, device)
-        return self.builder.make("Pack", [number if place == at else rest
-                                          for place in range(length)], device,
-                                 f"{self.scopes[tower]}Pack", axis=0)
+        return self.shape(tower, number, at, [other] * length)
 
     def shape(self, tower: int, rows: Ref, at: int, sizes: Sequence[Any]) -> Ref:
         """A tower's shape: ``rows`` at index ``at``, else ``sizes``."""

@@ -197,10 +197,10 @@ class Value:
         If the batch has other rows, it fits a tower's rows as little as the whole one fits all.
         """
         towers, host, whole = self.towers, self.towers.on_host, self.whole()
-        of_all, own = (towers.size(size, whole.dtype, each) for each in (None, tower))
+        own = towers.size(size, whole.dtype, tower)
         if size.known is not None and None not in size.known:
             return own if not self.shape.rank else towers.shape(tower, own, size.at, size.known)
-        other = host("Sub", towers.entry(whole, size.at), of_all)
+        other = host("Sub", towers.entry(whole, size.at), towers.size(size, whole.dtype))
         return towers.with_entry(whole, size.at, host("AddV2", own, other))
 
     def _first_or_zeros(self, tower: int) -> Ref:
