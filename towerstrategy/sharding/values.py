@@ -353,8 +353,10 @@ class Value:
         elif self.shape[dim] is not None:
             size = towers.number(self.shape[dim])
         else:
-            size = towers.entry(towers.builder.make(
-                "Shape", [self.whole()], self.device or towers.host, out_type=tf.int64), dim)
+            make, device, whole = towers.builder.make, self.device or towers.host, self.whole()
+            if towers.is_alone:  # in a loop: Grappler takes it to have one shape in all iterations
+                whole = make("PlaceholderWithDefault", [whole], device, shape=self.shape)
+            size = towers.entry(make("Shape", [whole], device, out_type=tf.int64), dim)
         return size if dtype == tf.int64 else towers.on_host("Cast", size, DstT=dtype)
 
 
