@@ -33,7 +33,8 @@ class HereTest(absltest.TestCase):
         """Else a loop that merges by itself, or averages weights, fails under strategy.function."""
         strategy = two_towers()
         with strategy.scope():
-            weight, other = tf.Variable(1.), tf.Variable(2.)
+            weight = tf.Variable(1.)
+            other = tf.Variable(2., aggregation=tf.VariableAggregation.SUM)
             average = tf.train.ExponentialMovingAverage(.5)
             average.apply([weight])
 
@@ -42,6 +43,8 @@ class HereTest(absltest.TestCase):
             merged.extended.update(weight, lambda variable, step: variable.assign_add(step), (one,))
             both = merged.extended.batch_reduce_to("MEAN", [(value, weight), (one, other)])
             other.assign(merged.reduce("SUM", both[0] + both[1], axis=None))
+            merged.extended.call_for_each_replica(lambda value: tf.group(
+                other.assign_add(value * merged.num_replicas_in_sync)), (one,))
 
         @strategy.function
         def step(x):
@@ -50,7 +53,7 @@ class HereTest(absltest.TestCase):
 
         step(strategy.split(tf.range(4.)))
         self.assertEqual([float(each) for each in (weight, other, average.average(weight))],
-                         [7., 12., 4.])
+                         [7., 18., 4.])
 
     def test_what_runs_where(self):
         """Else a hook takes a tower for a step of all rows, or a scope for a tower."""

@@ -232,6 +232,9 @@ class TowerExtended(_tf.StrategyExtended):
     # Running, distributing, merging, updating.
 
     def _call_for_each_replica(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if self.modes.one_replica:  # in `merge_call` of a step that has all rows
+            with contexts.OneReplicaContext(self._container_strategy()):
+                return fn(*args, **kwargs)
         if self.modes.keras_step:
             return whole_batch.run(self._container_strategy(), fn, args, kwargs)
         result = calls.call_each(self._container_strategy(), fn, args, kwargs)
