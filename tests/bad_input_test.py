@@ -23,6 +23,10 @@ PER_REPLICA = tf.distribute.InputReplicationMode.PER_REPLICA
 NAN, INFINITY = float("nan"), float("inf")
 
 
+class Pair(tf.experimental.ExtensionType):
+    left: tf.Tensor
+
+
 def dataset(*shapes):
     return tf.data.Dataset.from_tensors(tuple(np.ones(shape, np.float32) for shape in shapes))
 
@@ -232,7 +236,9 @@ class BatchTest(parameterized.TestCase):
         ("dataset", lambda: tf.data.Dataset.range(4), TypeError,
          "must be a tensor or array.*experimental_distribute_dataset"),
         ("function", lambda: (np.ones(2), len), TypeError, "component 1 must be a tensor"),
-        ("spec", lambda: tf.TensorSpec([2]), TypeError, "must be a tensor or array"))
+        ("spec", lambda: tf.TensorSpec([2]), TypeError, "must be a tensor or array"),
+        ("own_type", lambda: {"x": np.ones(2), "y": Pair([1., 2.])}, TypeError,
+         "component y must be a tensor or array.*, but got Pair.*Let the batch have its tensors"))
     def test_split(self, batch, error, message):
         """Else a wrong batch trains on something, or ends in a message about tensors."""
         with self.assertRaisesRegex(error, message):

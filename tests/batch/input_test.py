@@ -22,6 +22,11 @@ InputOptions = tf.distribute.InputOptions
 PER_REPLICA = tf.distribute.InputReplicationMode.PER_REPLICA
 
 
+class Pair(tf.experimental.BatchableExtensionType):
+    left: tf.Tensor
+    right: tf.Tensor
+
+
 def batches(rows, size, **kwargs):
     return Dataset.range(rows).batch(size, **kwargs)
 
@@ -473,6 +478,20 @@ class FromFunctionTest(parameterized.TestCase):
         mean = strategy.run(lambda x, y: tf.distribute.get_replica_context().all_reduce("MEAN", x),
                             element)
         self.assertEqual(plain(mean), ("per replica", [1.5, 1.5]))
+
+    def test_values_of_a_users_type(self):
+        """Else graphs, or whatever else a program puts into a type, cannot be given to towers."""
+        def total(strategy):
+            def step(pair):
+                return strategy.run(lambda each: tf.reduce_sum(each.left * each.right), [pair])
+
+            distributed = strategy.distribute_datasets_from_function(
+                lambda _: Dataset.from_tensor_slices(Pair(tf.range(8), tf.range(8))).batch(2))
+            return [plain(strategy.reduce("SUM", step(pair), None)) for pair in distributed]
+
+        self.assertEqual(total(two_towers()), total(mirrored()))
+        with self.assertRaisesRegex(TypeError, "each a Pair, cannot be concatenated"):
+            two_towers().gather(two_towers().run(lambda: Pair([1, 2], [3, 4])), 0)
 
     def test_one_tower(self):
         """Else one tower gets wrapped values that plain code cannot use."""

@@ -282,8 +282,9 @@ def _in_scope(fn: Callable[..., Nest]) -> Callable[..., Nest]:
 
 
 def _is_batched(spec: Nest) -> bool:
-    shapes = [leaf.shape for leaf in tf.nest.flatten(spec) if hasattr(leaf, "shape")]
-    return all(shape.rank != 0 for shape in shapes)
+    """Whether each component has rows; of a user's own type (``ExtensionType``) none is known."""
+    return all(leaf.shape.rank != 0 if isinstance(leaf, rows_lib.SPECS)
+               else rows_lib.is_absent(leaf) for leaf in tf.nest.flatten(spec))
 
 
 def check_batched(dataset: Any, batches: Sequence[int] | None = None) -> None:

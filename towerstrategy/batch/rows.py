@@ -24,6 +24,8 @@ Sizes = Any  # the row counts of several towers: a list of ints, or an int64 vec
 # Shares as whole numbers, one per tower: a tuple, or an int64 vector; None if all are equal.
 Units = Any
 
+# The specs of the tensors that have rows.
+SPECS = tf.TensorSpec, tf.RaggedTensorSpec, tf.SparseTensorSpec
 # The largest sum of all towers' units: times a number of rows, it must be an int64.
 _MOST_UNITS = 2**31
 

@@ -106,8 +106,11 @@ def _as_tensor(path: str, leaf: Any) -> tf.Tensor:
     try:
         tensor = tf.convert_to_tensor(leaf)
     except (TypeError, ValueError) as error:
-        hint = (" Distribute it with strategy.experimental_distribute_dataset."
-                if isinstance(leaf, tf.data.Dataset) else "")
+        hint = " Distribute it with strategy.experimental_distribute_dataset." if isinstance(
+            leaf, tf.data.Dataset) else (
+            " Let the batch have its tensors, and make it of them in the model; or give each tower "
+            "batches of its own, by strategy.distribute_datasets_from_function, and call "
+            "strategy.run." if isinstance(leaf, _tf.CompositeTensor) else "")
         raise TypeError(f"{component_name(path)} must be a tensor or array with rows, but got "
                         f"{type(leaf).__name__}: {error}{hint}") from error
     if not isinstance(tensor, tf.Tensor):

@@ -25,8 +25,7 @@ def with_open_rows(element: Any, are_open: bool = True) -> Any:
 
 def with_any_rows(spec: tf.TypeSpec) -> tf.TypeSpec:
     """``spec`` with an unknown first dimension; ``spec`` itself if it has no first dimension."""
-    if not isinstance(spec, (tf.TensorSpec, tf.RaggedTensorSpec, tf.SparseTensorSpec)) \
-            or not spec.shape.rank:
+    if not isinstance(spec, rows_lib.SPECS) or not spec.shape.rank:
         return spec
     shape = tf.TensorShape([None]).concatenate(spec.shape[1:])
     if isinstance(spec, tf.RaggedTensorSpec):

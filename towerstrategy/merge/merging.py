@@ -101,9 +101,13 @@ def concat(values: Sequence[Value], axis: int) -> Any:
 
     Raises:
       ValueError: ``axis`` is out of range, or the values are scalars.
+      TypeError: the values are of a user's type, such as a ``tf.experimental.ExtensionType``.
     """
     values = [value if isinstance(value, (tf.Tensor, _tf.CompositeTensor))
               else tf.convert_to_tensor(value) for value in values]
+    if not isinstance(values[0], (tf.Tensor, tf.RaggedTensor, tf.SparseTensor, tf.Variable)):
+        raise TypeError(f"the towers' values, each a {type(values[0]).__name__}, cannot be "
+                        "concatenated, as their rows are not known: make them of tensors.")
     rank = values[0].shape.rank
     if rank == 0:
         raise ValueError("values of rank 0 cannot be gathered: there is no axis to put them behind "
