@@ -170,13 +170,6 @@ def writers_of(graph: tf.Graph, node: Any, index: int) -> set[str]:
     return types
 
 
-def types_in(operation: tf.Operation) -> list[str]:
-    """The type of ``operation``; if it is a call, also the types in its function."""
-    names = functions_in_attributes(operation.node_def) if is_call(operation.type) else []
-    definitions = [function_definition(operation.graph, name) for name in names]
-    return [operation.type, *(node.op for each in definitions for node in each.node_def)]
-
-
 @functools.cache
 def is_call(type: str) -> bool:
     """Whether ops of this type call a function, which an unregistered type is the name of."""
