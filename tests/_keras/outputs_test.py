@@ -1,4 +1,6 @@
-"""Outputs of a model that have no row for each row of the batch: given once, as on one device."""
+"""Outputs of a model: in any structure, and those that have no row for each row of the batch."""
+
+import contextlib
 
 import keras
 import numpy as np
@@ -66,6 +68,24 @@ class OutputsTest(parameterized.TestCase):
             model.compile()
         np.testing.assert_allclose(model.predict(X[:rows], batch_size=10, verbose=0),
                                    np.tile(X[:rows].sum(1, keepdims=True), [1, 2]), rtol=1e-6)
+
+    @parameterized.product(kit=[keras, tf_keras], form=[
+        lambda output: [output], lambda output: (output,), lambda output: {"y": output}])
+    def test_a_structure_of_one_output(self, kit, form):
+        """Else Keras 3 compares the first row alone, as a call of the model gives the tensor."""
+        def evaluated(scope):
+            with scope:
+                inputs = kit.Input([3])
+                model = kit.Model(inputs, form(kit.layers.Dense(
+                    2, kernel_initializer="ones", name="y")(inputs)))
+                model.compile("sgd", "mse", metrics=["mae"])
+            labels = {"y": X[:, :2]} if isinstance(form(0), dict) else X[:, :2]
+            return [*model.fit(X, labels, batch_size=10, shuffle=False, verbose=0)
+                    .history.values(), *model.evaluate(X, labels, batch_size=10, verbose=0)]
+
+        np.testing.assert_allclose(
+            np.hstack(evaluated(towerstrategy.TowerStrategy(3).scope())),
+            np.hstack(evaluated(contextlib.nullcontext())), rtol=1e-5)
 
     @wide.product(kit=[keras, tf_keras], kind=KINDS, towers=[1, 3, 4])
     def test_predict(self, kit, kind, towers):

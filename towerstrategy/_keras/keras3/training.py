@@ -216,6 +216,8 @@ def _outputs(model: Any, x: Any) -> list[Any]:
     """A model's outputs; in training and in prediction, if they may differ."""
     is_graph = type(model).call in names.GRAPH_CALLS
     known = getattr(getattr(model, "_functional", model), "_outputs_struct", None)  # Sequential's
+    if isinstance(known, (list, tuple)) and len(known) == 1:
+        known, = known  # as a call does
     if is_graph and "call" not in vars(model) and known is not None and _is_built(model) \
             and not any(None in each.shape[1:] or each.sparse for each in tree.flatten(known)):
         return [known]
