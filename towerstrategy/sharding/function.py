@@ -50,7 +50,7 @@ class Function:
         self._parameters = inspect.signature(python_function)
         self._functions: dict[Any, Any] = {}  # one tf.function for each choice of sharded arguments
         self._any_rows = True  # whether it is traced for any number of rows
-        self._failed = False  # whether its last trace failed
+        self._error: Exception | None = None  # that of its last trace
 
     @_tf.with_short_tracebacks
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -103,11 +103,10 @@ class Function:
 
         It is traced for any number of rows, or, if it needs the number in Python, for each number.
         """
-        self._failed = False
         try:
             return self._call_once(method, args, kwargs)
         except Exception:
-            if not (self._failed and self._any_rows and self._input_signature is None):
+            if self._error is None or not self._any_rows or self._input_signature is not None:
                 raise
         self._any_rows = False
         try:
@@ -121,7 +120,11 @@ class Function:
         inside = tf.distribute.get_strategy() is self._strategy
         with contextlib.nullcontext() if inside else self._strategy.extended.bare_scope(
                 self._strategy):
-            return method(function)(*args, **kwargs)
+            self._error = None
+            result = method(function)(*args, **kwargs)
+            if self._error is not None:
+                raise self._error
+            return result
 
     def _function_and_arguments(self, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
         """The ``tf.function`` for these arguments, and the arguments as it takes them."""
@@ -149,11 +152,15 @@ class Function:
 
         def on_towers(*args: Any, **kwargs: Any) -> Any:
             _warn_of_whole_batches(strategy, self.__name__, (args, kwargs))
-            self._failed = True  # until the end is reached
-            with strategy.scope(), strategy.extended.modes.within(compiles=self._compiles):
-                result = step.run(strategy, python_function, args, kwargs, self._any_rows)
-            self._failed = False
-            return result
+            self._error, known = None, set(map(id, strategy.extended.variables()))
+            try:
+                with strategy.scope(), strategy.extended.modes.within(compiles=self._compiles):
+                    return step.run(strategy, python_function, args, kwargs, self._any_rows)
+            except Exception as error:
+                self._error = error
+                if known.issuperset(map(id, strategy.extended.variables())):
+                    raise
+                return None  # so that TensorFlow initializes new variables; it then traces again
 
         functools.update_wrapper(on_towers, python_function, updated=())
         wrapped: Any = python_function  # TensorFlow counts its traces and looks for its source
