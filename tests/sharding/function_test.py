@@ -1,11 +1,13 @@
 """``strategy.function`` as users of ``tf.function`` meet it: options, datasets, methods, errors."""
 
+import contextlib
 import copy
 import functools
 import gc
 import logging
 import weakref
 
+import keras
 import numpy as np
 import programs
 import tensorflow as tf
@@ -78,6 +80,32 @@ class FunctionTest(parameterized.TestCase):
         np.testing.assert_allclose(totals, [10, 35])
         self.assertEqual(in_turn.get_concrete_function(strategy.split(X))(
             strategy.split(X))[1].numpy(), 45)
+
+    @parameterized.parameters(keras, tf_keras)
+    def test_variables_made_before_rows_are_counted(self, kit):
+        """Else an optimizer, or layers, that such a step builds start with no values."""
+        strategy, outcomes = strategy_of(3), []
+        for scope, wrap, split in ((contextlib.nullcontext(), tf.function, tf.constant),
+                                   (strategy.scope(), strategy.function, strategy.split)):
+            with scope:
+                layer, optimizer = kit.layers.Dense(2, kernel_initializer="ones"), \
+                    kit.optimizers.Adam(0.1)
+
+            @wrap
+            def step(x, layer=layer, optimizer=optimizer):
+                with tf.GradientTape() as tape:
+                    loss = tf.reduce_sum(layer(x) ** 2)
+                weights = layer.trainable_variables
+                optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights))
+                return loss / x.shape[0]
+
+            totals = [step(split(x[:, np.newaxis])) for x in (X, X[:8])]
+            outcomes.append([*totals, *layer.get_weights()])
+        for one, other in zip(*outcomes):
+            np.testing.assert_allclose(other, one, rtol=1e-6)
+        layer = kit.layers.Dense(2)
+        with self.assertRaisesRegex(Exception, "division by zero"):  # the user's error, as it is
+            strategy.function(lambda x: (layer(x), 1 / 0))(strategy.split(X[:, np.newaxis]))
 
     @parameterized.parameters(False, True)
     def test_a_batch_size_in_shapes(self, in_python):
