@@ -242,7 +242,7 @@ class FitTest(_Leaves):
 
         self.assertIn("too large", str(self.fails(kit, checks)))
 
-    @parameterized.parameters(keras, tf_keras)
+    @wide.some(2, tf_keras, keras)
     def test_assertion_at_the_end_of_data_of_unknown_size(self, kit):
         """Else steps are counted otherwise than on one device, so Adam and dropout differ."""
         def loss(y, predicted):

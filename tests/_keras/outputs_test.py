@@ -69,7 +69,7 @@ class OutputsTest(parameterized.TestCase):
         np.testing.assert_allclose(model.predict(X[:rows], batch_size=10, verbose=0),
                                    np.tile(X[:rows].sum(1, keepdims=True), [1, 2]), rtol=1e-6)
 
-    @parameterized.product(kit=[keras, tf_keras], form=[
+    @wide.product(kit=[keras, tf_keras], form=[
         lambda output: [output], lambda output: (output,), lambda output: {"y": output}])
     def test_a_structure_of_one_output(self, kit, form):
         """Else Keras 3 compares the first row alone, as a call of the model gives the tensor."""

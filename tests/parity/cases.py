@@ -529,7 +529,7 @@ _coupled("Circle", lambda keras: keras.losses.Circle(gamma=2.), wide=True)
 WHOLE = {"strategy": {"synchronize_batch_norm": True}}
 
 
-@case("norms/convolution and dense", **WHOLE)
+@case("norms/convolution and dense", wide=True, **WHOLE)
 def _(keras: Any) -> Run:
     layers = keras.layers
     return Run(classifier(keras, layers.Conv2D(4, 3, use_bias=False),
@@ -639,7 +639,7 @@ def _(keras: Any) -> Run:
 # How fit is called.
 
 
-@case("fit/steps_per_execution=4, a partial last batch")
+@case("fit/steps_per_execution=4, a partial last batch", wide=True)
 def _(keras: Any) -> Run:
     return Run(dense(keras), **regression(), compile={"steps_per_execution": 4, "metrics": ["mae"]},
                fit={"validation_split": 0.3, "batch_size": 4})

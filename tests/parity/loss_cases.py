@@ -125,7 +125,7 @@ def _(keras: Any) -> Run:
 # Several outputs.
 
 
-@case("losses/several outputs")
+@case("losses/several outputs", wide=True)
 def _(keras: Any) -> Run:
     return Run(cases.two_outputs(keras), **cases.two_targets(), compile={
         "loss": {"a": "mse", "b": "mae"}, "loss_weights": {"a": 0.7, "b": 0.2},
@@ -162,7 +162,7 @@ def _own_loss(keras: Any, compute: Callable[..., Any], **options: Any) -> Any:
     return OwnLoss(x, keras.layers.Dense(3)(hidden))
 
 
-@case("losses/own compute_loss, the inherited one, a mean and a sum")
+@case("losses/own compute_loss, the inherited one, a mean and a sum", wide=True)
 def _(keras: Any) -> Run:
     def compute(model: Any, inherited: Any, x: Any, y: Any, y_pred: Any, weights: Any) -> Any:
         loss = 0.5 * inherited(x, y, y_pred, weights) + 0.1 * tf.reduce_mean(tf.abs(y_pred))

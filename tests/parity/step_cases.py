@@ -111,7 +111,7 @@ def _(keras: Any) -> Run:
         "loss": None, "optimizer": adam(keras)})
 
 
-@case("models/own train_step, a loss of all kinds of terms")
+@case("models/own train_step, a loss of all kinds of terms", wide=True)
 def _(keras: Any) -> Run:
     """Tracked with the rows as weights, changed and as it is."""
     trackers = [keras.metrics.Mean(name=name) for name in ("plain", "weighted", "changed")]
@@ -368,7 +368,7 @@ def _(keras: Any) -> Run:
     return Run(Meeting(), **_doubles(), compile={"optimizer": sgd(keras, 0.02)})
 
 
-@case("metrics/own, an extreme and ranks")
+@case("metrics/own, an extreme and ranks", wide=True)
 def _(keras: Any) -> Run:
     class Largest(keras.metrics.Metric):
         """A state that is no sum: the largest error so far."""

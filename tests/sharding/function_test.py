@@ -81,7 +81,7 @@ class FunctionTest(parameterized.TestCase):
         self.assertEqual(in_turn.get_concrete_function(strategy.split(X))(
             strategy.split(X))[1].numpy(), 45)
 
-    @parameterized.parameters(keras, tf_keras)
+    @wide.some(2, keras, tf_keras)
     def test_variables_made_before_rows_are_counted(self, kit):
         """Else an optimizer, or layers, that such a step builds start with no values."""
         strategy, outcomes = strategy_of(3), []
