@@ -145,7 +145,7 @@ class ReduceTest(parameterized.TestCase):
         self.assertEqual(plain(strategy.reduce("SUM", parts, axis=0)), 9.)
 
     def test_slices(self):
-        """Else sparse gradients cannot be reduced."""
+        """Else sparse gradients cannot be reduced or gathered."""
         strategy = two_towers()
         slices = strategy.run(lambda: tf.IndexedSlices(
             tf.ones([1, 2]), tf.reshape(
@@ -154,6 +154,8 @@ class ReduceTest(parameterized.TestCase):
         reduced = strategy.reduce("MEAN", slices, axis=None)
         self.assertIsInstance(reduced, tf.IndexedSlices)
         self.assertEqual(plain(reduced), [[.5, .5], [.5, .5], [0., 0.]])
+        self.assertEqual(plain(strategy.gather(slices, axis=0)), [
+            [1., 1.], [0., 0.], [0., 0.], [0., 0.], [1., 1.], [0., 0.]])
 
     @parameterized.parameters((True, "bool"), ("a", "string"))
     def test_values_without_a_sum(self, value, name):

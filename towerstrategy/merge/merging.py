@@ -14,6 +14,7 @@ from typing import Any
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
+from towerstrategy.batch import rows as rows_lib
 from towerstrategy.merge import shares as shares_lib
 from towerstrategy.merge.shares import Value
 
@@ -105,7 +106,7 @@ def concat(values: Sequence[Value], axis: int) -> Any:
     """
     values = [value if isinstance(value, (tf.Tensor, _tf.CompositeTensor))
               else tf.convert_to_tensor(value) for value in values]
-    if not isinstance(values[0], (tf.Tensor, tf.RaggedTensor, tf.SparseTensor, tf.Variable)):
+    if not (rows_lib.has_rows(values[0]) or isinstance(values[0], (tf.Variable, tf.IndexedSlices))):
         raise TypeError(f"the towers' values, each a {type(values[0]).__name__}, cannot be "
                         "concatenated, as their rows are not known: make them of tensors.")
     rank = values[0].shape.rank
