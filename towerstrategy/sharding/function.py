@@ -152,13 +152,13 @@ class Function:
 
         def on_towers(*args: Any, **kwargs: Any) -> Any:
             _warn_of_whole_batches(strategy, self.__name__, (args, kwargs))
-            self._error, known = None, set(map(id, strategy.extended.variables()))
+            self._error, known = None, strategy.extended.variables()
             try:
                 with strategy.scope(), strategy.extended.modes.within(compiles=self._compiles):
                     return step.run(strategy, python_function, args, kwargs, self._any_rows)
             except Exception as error:
                 self._error = error
-                if known.issuperset(map(id, strategy.extended.variables())):
+                if {*map(id, strategy.extended.variables())} <= {*map(id, known)}:
                     raise
                 return None  # so that TensorFlow initializes new variables; it then traces again
 
