@@ -138,6 +138,8 @@ RIGHT = {
     "signals_on_a_graph": lambda s, w, x, y: mean_squared(
         [tf.eye(3, 4, dtype=x.dtype), w[1]], tf.transpose(tf.sparse.sparse_dense_matmul(
             tf.sparse.from_dense(np.eye(3, 4) * 2.), tf.transpose(x @ w[0]))), y),
+    "sparse_rows": lambda s, w, x, y: tf.reduce_sum((tf.sparse.sparse_dense_matmul(
+        tf.sparse.from_dense(tf.nn.relu(x)), w[0]) @ w[1] - y) ** 2) / 8,
     "determinant_beside_rows": lambda s, w, x, y: tf.reduce_sum(squares(w, x, y) + tf.reduce_sum(
         tf.math.log(tf.linalg.diag_part(tf.linalg.cholesky(tf.matmul(
             w[0], w[0], transpose_b=True) + tf.eye(3, dtype=x.dtype)))))) / 8,
