@@ -189,4 +189,8 @@ FEATURES = {
     "map_defun": lambda h: tf.vectorized_map(lambda r: r - tf.reduce_mean(h, 0) + tf.cumsum(r), h),
     "centred_pairs": lambda h: (  # of a batch of one row, both operands have the same shape
         (lambda pairs: pairs - tf.reduce_mean(pairs, 0, keepdims=True))(h @ tf.transpose(h)) @ h),
+    "frames_in_one_column": lambda h: (
+        h[:, 1:] * tf.reshape(tf.reduce_sum(tf.reshape(
+            tf.signal.frame(h, 2, 1), [-1, 2]) ** 2, 1), [-1, 4])
+    ) @ tf.ones([4, 5], D),
 }

@@ -59,9 +59,10 @@ def reshape(op: Op, spec: Spec, target: Spec) -> Plan | None:
     elif not isinstance(target, Size):
         return plan if requested is not None and requested[result.dim] == -1 else _with_size(
             plan, op, result.dim, -1)
-    elif inferred and (spec.times != result.times or result.times is None):
+    elif inferred:
         # TensorFlow infers a size of -1 from the sizes that are not 0. On a tower without rows that
-        # is wrong where sizes move between the rows' dimension and others; so the size is put in.
+        # is wrong where sizes move between the rows' dimension and others, here or in a reshape
+        # before: Grappler joins them. So the size is put in.
         (dim, size), = inferred.items()
         return _with_size(plan, op, dim, size)
     return plan
