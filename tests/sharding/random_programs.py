@@ -79,7 +79,6 @@ _PRODUCTS = ("ab,cb->ac", "ab,ac->bc", "ab,ab->a", "abc,ac->ab", "abc,abd->acd",
 OPERATIONS: tuple[tuple[tf.DType, tuple[tf.DType, ...], Callable[..., Any]], ...] = (
     (FLOAT, (FLOAT,), lambda n, x: n.choice(_ELEMENTWISE)(tf.clip_by_value(x, -3., 3.))),
     (FLOAT, (FLOAT,) * 2, lambda n, a, b: n.choice(_OF_TWO)(a, b)),
-    (FLOAT, (FLOAT,) * 2, lambda n, a, b: n.choice(_OF_TWO)(a, b)),
     (FLOAT, (FLOAT,), lambda n, x: n.choice(_SUMS)(
         x, n.choice([None, 0, -1]), n.random() < .5)),
     (FLOAT, (FLOAT,), lambda n, x: n.choice([tf.cumsum, tf.math.cumprod])(
@@ -90,9 +89,7 @@ OPERATIONS: tuple[tuple[tf.DType, tuple[tf.DType, ...], Callable[..., Any]], ...
     (FLOAT, (FLOAT,), lambda n, x: tf.transpose(
         x, n.sample(range(x.shape.rank), x.shape.rank))),
     (FLOAT, (FLOAT,), _reshaped),
-    (FLOAT, (FLOAT,), _reshaped),
     (FLOAT, (FLOAT,), lambda n, x: tf.expand_dims(x, n.randint(0, x.shape.rank))),
-    (FLOAT, (FLOAT,), lambda n, x: _at(n, x, n.choice(_SLICES))),
     (FLOAT, (FLOAT,), lambda n, x: _at(n, x, n.choice(_SLICES))),
     (FLOAT, (FLOAT,), lambda n, x: tf.repeat(x, 2, _axis(n, x))),
     (FLOAT, (FLOAT,), lambda n, x: tf.tile(x, [2] + [1] * (x.shape.rank - 1))),
@@ -102,7 +99,6 @@ OPERATIONS: tuple[tuple[tf.DType, tuple[tf.DType, ...], Callable[..., Any]], ...
     (FLOAT, (FLOAT,) * 2, lambda n, a, b: tf.stack([a, b], n.randint(0, a.shape.rank))),
     (FLOAT, (FLOAT,) * 2, lambda n, a, b: tf.matmul(
         a, b, transpose_a=n.random() < .5, transpose_b=n.random() < .5)),
-    (FLOAT, (FLOAT,) * 2, lambda n, a, b: tf.einsum(n.choice(_PRODUCTS), a, b)),
     (FLOAT, (FLOAT,) * 2, lambda n, a, b: tf.einsum(n.choice(_PRODUCTS), a, b)),
     (FLOAT, (FLOAT,), lambda n, x: n.choice([tf.linalg.inv, tf.linalg.cholesky, tf.linalg.logdet,
                                              tf.linalg.diag_part])(_gram(x))),
