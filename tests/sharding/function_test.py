@@ -872,6 +872,24 @@ class RefusedTest(parameterized.TestCase):
                     if node.op == "BatchMatMulV2"]
         self.assertLen({*products}, 3)
 
+    def test_behind_a_product_of_rows_that_are_made_sparse(self):
+        """Else a model trains on one device from its first sparse product on."""
+        strategy, weight = strategy_of(3), tf.Variable([[1.0, 2], [3, 4]])
+
+        def step(x):
+            with tf.GradientTape() as tape:
+                product = tf.sparse.sparse_dense_matmul(tf.sparse.from_dense(x), weight)
+                loss = tf.reduce_mean(tf.tanh(product / 9) @ weight)
+            return product, loss, tape.gradient(loss, weight)
+
+        x = tf.nn.relu(tf.constant(X.reshape(5, 2)) - 3)
+        sharded = strategy.function(step)
+        for one, other in zip(step(x), sharded(strategy.split(x))):
+            np.testing.assert_allclose(other, one, rtol=1e-5)
+        library = sharded.get_concrete_function(strategy.split(x)).graph.as_graph_def().library
+        self.assertLen({node.device for function in library.function for node in function.node_def
+                        if node.op == "MatMul"}, 3)
+
     def test_sub_batches_that_are_no_arguments(self):
         """Else the first tower's rows are taken for all."""
         strategy = strategy_of(3)

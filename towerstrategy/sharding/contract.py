@@ -366,10 +366,8 @@ def _power(operation: tf.Operation, states: Sequence[State]) -> int | None:
 def _not_taken(operation: tf.Operation, states: Sequence[State]) -> State:
     """The state of an output if the rule does not take the towers' tensors as they are."""
     # What only moves rows may take all of them in turn, as in micro-batches; so may a loop's lists.
-    # A tower's positions may be those of its own rows, as in a sparse tensor.
     may_move = not registry.computes(operation.type) or any(
-        isinstance(state.spec, ListOf) or isinstance(state.spec, Sharded)
-        and tensor.dtype.is_integer for tensor, state in zip(operation.inputs, states)) or any(
+        isinstance(state.spec, ListOf) for state in states) or any(
         tensor.dtype == tf.variant for tensor in operation.outputs[:1])
     return UNKNOWN if may_move else _needs_other_towers(operation, states)
 
