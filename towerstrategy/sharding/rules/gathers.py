@@ -79,10 +79,9 @@ def unsorted_segment(op: Op, specs: Sequence[Spec]) -> Plan | None:
     """Rows in a dimension with segment numbers are reduced; rows in a later one stay apart."""
     rank = op.rank(1)
     reduction = {"Sum": "sum", "Max": "max", "Min": "min"}.get(op.type[len("UnsortedSegment"):])
-    own_rows = in_own_rows(op, specs, 1, 2, [0], into=True) or cut(op, specs, 2)
-    return own_rows if own_rows is not None or rank is None else by_names(
+    return in_own_rows(op, specs, 1, 2, [0], into=True) or (None if rank is None else by_names(
         op, specs, [DIMS, DIMS[:rank]], [MIXED + DIMS[rank:]],
-        Partial(reduction) if reduction else None)
+        Partial(reduction) if reduction else None)) or cut(op, specs, 2)
 
 
 @rule("ScatterNd")
@@ -90,8 +89,8 @@ def scatter_nd(op: Op, specs: Sequence[Spec]) -> Plan | None:
     dtype = op.inputs[1].dtype  # entries with the same indices are added, or combined by "or"
     parts = None if dtype == tf.string else Partial("or") if dtype.is_bool else SUM
     names = but([-1], op.rank(0), "")
-    return in_own_rows(op, specs, 0, 2, [1], column=0, into=True) or cut(
-        op, specs, 2) or by_names(op, specs, [names, names], [""], parts)
+    return in_own_rows(op, specs, 0, 2, [1], column=0, into=True) or by_names(
+        op, specs, [names, names], [""], parts) or cut(op, specs, 2)
 
 
 @rule("TensorScatterUpdate", "TensorScatterAdd", "TensorScatterSub", "TensorScatterMax",
