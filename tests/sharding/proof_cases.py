@@ -43,13 +43,6 @@ def _elementwise() -> None:
 
 
 def _quantized() -> None:
-    for type, bits in (("QuantizeAndDequantizeV3", [8]), ("QuantizeAndDequantizeV4", [])):
-        case(type, real(6, 4, low=-1.0), -1.0, 1.0, *bits, range_given=True)
-        case(type, real(6, 4, low=-1.0), -1.0, 1.0, *bits, range_given=False)
-        case(
-            type, real(3, 6), real(6, low=-1.0, high=0.0), real(6), *bits, range_given=True, axis=1
-        )
-
     def single(*shape: int) -> np.ndarray:
         return real(*shape, low=-1.0, dtype=np.float32)
 

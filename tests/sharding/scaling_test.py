@@ -16,8 +16,8 @@ from towerstrategy.sharding.rules import scaling
 
 SCALE = 3
 # Linear in an input, and left out: nobody has a gradient by it, or it is not one of it alone.
-LEFT_OUT = {"DebugIdentityV2", "ExtractGlimpseV2", "Fill", "NextAfter", "OneHot", "RandomShuffle",
-            "ZerosLike"}
+LEFT_OUT = {"CropAndResize", "DebugIdentityV2", "ExtractGlimpseV2", "Fill",
+            "ImageProjectiveTransformV3", "NextAfter", "OneHot", "RandomShuffle", "ZerosLike"}
 
 
 def operations(sample):

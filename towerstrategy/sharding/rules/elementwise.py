@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from towerstrategy.sharding.rules import shapes
-from towerstrategy.sharding.rules.dimensions import DIMS, MIXED, by_equation, by_names, is_plain
+from towerstrategy.sharding.rules.dimensions import DIMS, by_equation, by_names, is_plain
 from towerstrategy.sharding.rules.families import AS_IT_IS, BINARY, UNARY, names
 from towerstrategy.sharding.rules.lists import entry_by_entry
 from towerstrategy.sharding.rules.registry import Op, Plan, rule
@@ -88,14 +88,6 @@ def _is_linear(op: Op) -> bool:
     before, after = op.inputs[0].dtype, op.outputs[0].dtype
     return (before.is_complex or before.is_floating) and (after.is_complex or after.is_floating) \
         and after.real_dtype.size >= max(before.real_dtype.size, 4)
-
-
-@rule("QuantizeAndDequantizeV3", "QuantizeAndDequantizeV4")
-def quantize(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    """Sharded unless the range is computed from all rows, or rows have ranges of their own."""
-    axis = op.attr("axis")
-    names = DIMS if axis < 0 else f"{DIMS[:axis]}{MIXED}{DIMS[axis:]}"
-    return by_names(op, specs, [names], [names]) if op.attr("range_given") else None
 
 
 @rule("FakeQuantWithMinMaxVars", "FakeQuantWithMinMaxVarsPerChannel",

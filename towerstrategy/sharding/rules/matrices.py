@@ -4,7 +4,7 @@ Goes in: an op and the specs of its inputs.  Comes out: its plan.  An op that co
 makes partial sums.  Of an op on vectors or matrices, the last one or two dimensions, the dimensions
 in front may be sharded, and the columns that a linear system is solved for.  In one matrix whose
 rows or columns are sharded, such as similarities of all rows to all rows, each tower finds the
-diagonal, or a band, by the positions of its rows in the whole batch.
+diagonal by the positions of its rows in the whole batch.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from towerstrategy.sharding.rules.dimensions import but, by_equation, by_names
@@ -26,7 +25,7 @@ _EQUATIONS: dict[str, str] = {
     **dict.fromkeys(("FFT2D", "IFFT2D", "RFFT2D", "IRFFT2D", "Cholesky", "MatrixInverse",
                      "MatrixDeterminant", "LogMatrixDeterminant", "MatrixSquareRoot",
                      "MatrixLogarithm", "Qr", "Svd", "SelfAdjointEigV2", "Eig", "Lu",
-                     "MatrixDiagPart"), "...__->..."),
+                     "MatrixDiagPart", "MatrixBandPart"), "...__->..."),
     **dict.fromkeys(("FFT3D", "IFFT3D", "RFFT3D", "IRFFT3D"), "...___->..."),
     # Each system, and each column on its right-hand side, is solved by itself.
     **dict.fromkeys(("MatrixTriangularSolve", "BatchMatrixTriangularSolve", "MatrixSolve",
@@ -99,13 +98,8 @@ def diag(op: Op, specs: Sequence[Spec]) -> Plan | None:
                 m.constant(-1, tf.int32, EACH)] * 2, m.parts(4)], EACH), 0
         return plan
 
-    def make(m: Any) -> Any:
-        columns = _range(m, m.rows(0, tf.int64))
-        return [m.make("SelectV2", [
-            m.make("Equal", [_along(m, m.positions(0), 0), columns], EACH),
-            _along(m, m.parts(0), 0), m.parts(4)], EACH)]
-
-    return Plan([spec, *[REPLICATED] * 4], [spec], make=make)
+    return Plan([spec, *[REPLICATED] * 4], [spec], make=lambda m: [m.make("SelectV2", [
+        _diagonal(m, spec, m.rows(0, tf.int32)), _along(m, m.parts(0), 0), m.parts(4)], EACH)])
 
 
 @rule("MatrixSetDiagV2", "MatrixSetDiagV3")
@@ -124,7 +118,7 @@ def set_diag(op: Op, specs: Sequence[Spec]) -> Plan | None:
             padded = m.make("ConcatV2", [diagonal, zero, axis], EACH)
             at = m.make("Minimum", [m.positions(0), size], EACH)
             diagonal = m.make("GatherV2", [padded, at, axis], EACH)
-        return [m.make("SelectV2", [m.make("Equal", _positions(m, spec), EACH),
+        return [m.make("SelectV2", [_diagonal(m, spec, _other_size(m, spec)),
                                     _along(m, diagonal, spec.dim), m.parts(0)], EACH)]
 
     return Plan([spec, spec.at(0) if given else REPLICATED, REPLICATED], [spec], make=make)
@@ -138,35 +132,15 @@ def diag_part(op: Op, specs: Sequence[Spec]) -> Plan | None:
         return by_equation(op, specs, "...__->...")
 
     def make(m: Any) -> Any:
-        own = m.make("SelectV2", [m.make("Equal", _positions(m, spec), EACH), m.parts(0),
+        own = m.make("SelectV2", [_diagonal(m, spec, _other_size(m, spec)), m.parts(0),
                                   m.constant(0, dtype, EACH)], EACH)
         rows = m.make("Sum", [own, m.constant(1 - spec.dim, tf.int32, EACH)], EACH)
         whole = m.gathered(rows, spec.at(0), tf.TensorShape([None]))
-        size = m.make("Minimum", [m.rows(0, tf.int64), _other_size(m, spec)[0]], HOST)
-        return [m.make("Slice", [whole, m.constant([0], tf.int64, None), m.make(
+        size = m.make("Minimum", [m.rows(0, tf.int32), _other_size(m, spec)[0]], HOST)
+        return [m.make("Slice", [whole, m.constant([0], tf.int32, None), m.make(
             "Reshape", [size, m.constant([1], tf.int32, None)], None)], None)]
 
     return Plan([spec, REPLICATED, REPLICATED], [REPLICATED], make=make)
-
-
-@rule("MatrixBandPart")
-def band_part(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    spec = specs[0]
-    if op.rank(0) != 2 or not isinstance(spec, Sharded) or not has_known_rows(spec):
-        return by_equation(op, specs, "...__->...")
-
-    def make(m: Any) -> Any:
-        rows, columns = _positions(m, spec)
-        below = m.make("Sub", [rows, columns], EACH)
-        inside = [m.make("LogicalOr", [m.make("LessEqual", [distance, limit], EACH), m.make(
-            "Less", [limit, m.constant(0, tf.int64, EACH)], EACH)], EACH)
-            for distance, limit in zip((below, m.make("Neg", [below], EACH)), (
-                m.make("Cast", [m.parts(index)], EACH, DstT=tf.int64) for index in (1, 2)))]
-        zero = np.zeros([], op.inputs[0].dtype.as_numpy_dtype)
-        return [m.make("SelectV2", [m.make("LogicalAnd", inside, EACH), m.parts(0),
-                                    m.constant(zero, op.inputs[0].dtype, EACH)], EACH)]
-
-    return Plan([spec, REPLICATED, REPLICATED], [spec], make=make)
 
 
 def _of_one_matrix(op: Op, specs: Sequence[Spec], numbers: int) -> Sharded | None:
@@ -177,16 +151,10 @@ def _of_one_matrix(op: Op, specs: Sequence[Spec], numbers: int) -> Sharded | Non
     return spec if has_known_rows(spec) else None
 
 
-def _positions(m: Any, spec: Sharded) -> list[Any]:
-    """Each tower's row numbers and column numbers in the whole matrix, which broadcast."""
-    own = _along(m, m.positions(0), spec.dim)
-    others = _along(m, _range(m, _other_size(m, spec)), 1 - spec.dim)
-    return [own, others] if spec.dim == 0 else [others, own]
-
-
-def _range(m: Any, limit: Any) -> Any:
-    zero, one = (m.constant(number, tf.int64, EACH) for number in (0, 1))
-    return m.make("Range", [zero, limit, one], EACH)
+def _diagonal(m: Any, spec: Sharded, size: Any) -> Any:
+    """Which entries of a tower's part are on the diagonal; ``size``: of the other dimension."""
+    yes, no = (m.constant(value, tf.bool, EACH) for value in (True, False))
+    return m.make("OneHot", [m.positions(0), size, yes, no], EACH, axis=spec.dim - 1)
 
 
 def _along(m: Any, vectors: Any, dim: int) -> Any:
@@ -197,6 +165,6 @@ def _along(m: Any, vectors: Any, dim: int) -> Any:
 
 def _other_size(m: Any, spec: Sharded) -> list[Any]:
     """The size of a matrix along the dimension that is not sharded, of each tower's part."""
-    shapes: list[Any] = m.each(lambda tower: m.own_shape(0, tower, tf.int64))
+    shapes: list[Any] = m.each(lambda tower: m.own_shape(0, tower, tf.int32))
     sizes: list[Any] = m.entries(shapes, 1 - spec.dim)
     return sizes

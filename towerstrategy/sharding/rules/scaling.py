@@ -30,12 +30,12 @@ _LINEAR: dict[str, tuple[int, ...]] = {
                      "Slice", "Pad", "Reshape", "Transpose", "BroadcastTo", "Tile", "ExpandDims",
                      "Squeeze", "Identity", "Neg", "StopGradient", "Cast", "ReverseV2", "Roll",
                      "AdjustContrastv2", "AvgPool3D", "BatchToSpaceND", "CheckNumerics",
-                     "CheckNumericsV2", "CropAndResize", "DepthToSpace", "EnsureShape",
+                     "CheckNumericsV2", "DepthToSpace", "EnsureShape",
                      "ExtractImagePatches", "ExtractVolumePatches", "FFT", "FFT2D", "FFT3D",
                      "FakeQuantWithMinMaxArgsGradient", "FakeQuantWithMinMaxVarsGradient",
                      "FakeQuantWithMinMaxVarsPerChannelGradient", "FusedBatchNormGrad",
                      "FusedBatchNormGradV2", "IFFT", "IFFT2D", "IFFT3D", "IRFFT", "IRFFT2D",
-                     "IRFFT3D", "ImageProjectiveTransformV2", "ImageProjectiveTransformV3",
+                     "IRFFT3D", "ImageProjectiveTransformV2",
                      "LRNGrad", "MatrixBandPart", "MatrixDiag", "MatrixDiagPart", "MirrorPad",
                      "MirrorPadGrad", "RFFT", "RFFT2D", "RFFT3D", "ResizeArea",
                      "ResizeBicubic", "ResizeBicubicGrad", "ResizeBilinear",
@@ -61,9 +61,6 @@ ADDITIVE = frozenset({"AddN", "AddV2", "Add", "Sub", "ConcatV2", "Pack", "Select
                       "Complex", "MatrixDiagV2", "MatrixDiagV3", "MatrixDiagPartV2",
                       "MatrixDiagPartV3", "MatrixSetDiag", "MatrixSetDiagV2", "MatrixSetDiagV3",
                       "TensorScatterUpdate", "TensorScatterAdd", "TensorScatterSub"})
-# An op type -> the attribute, or the input, with what is put where nothing of the first input is.
-_FILLS: dict[str, str | int] = {"CropAndResize": "extrapolation_value",
-                                "ImageProjectiveTransformV3": 3}
 # Homogeneous ops that are not linear: f(x + y) is not f(x) + f(y).
 _NOT_ADDITIVE = frozenset({"Abs", "Relu", "LeakyRelu", "MaxPool"})
 # Linear inputs that, if zero, give zero whatever the factor: parts that add up to zero do not.
@@ -114,20 +111,12 @@ def is_linear(operation: tf.Operation, index: int) -> bool:
     return operation.type not in _NOT_ADDITIVE and degree(operation, index) == 1
 
 
-def _fills(operation: tf.Operation) -> bool:
-    """Whether an op puts numbers that may be other than zero where nothing of its input is."""
-    place = _FILLS.get(operation.type)
-    if isinstance(place, str):
-        return bool(operation.get_attr(place) != 0)
-    return place is not None and not is_zero(operation.inputs[place])
-
-
 def degree(operation: tf.Operation, index: int) -> int | None:
     """The power to which input ``index`` scales the outputs; None if there is none."""
     if _INVERSE.get(operation.type) == index:
         return -1
     if index in _LINEAR.get(operation.type, ()):  # integers are rounded
-        return 1 if is_number(operation.outputs[0]) and not _fills(operation) else None
+        return 1 if is_number(operation.outputs[0]) else None
     specs = [REPLICATED] * len(operation.inputs)
     plan = plan_of(Op(operation), [*specs[:index], SUM, *specs[index + 1:]])
     linear = plan is not None and all(spec == SUM for spec in plan.gives)

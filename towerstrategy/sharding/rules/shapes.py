@@ -7,7 +7,6 @@ Goes in: an op and the specs of its inputs.  Comes out: its plan.  A number of r
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -156,23 +155,11 @@ def computed_sizes(op: Op, specs: Sequence[Spec]) -> Plan | None:
             at for at, entry in enumerate(entries.flat) if isinstance(entry, Size)]
         if entries is not None and 1 < len(indices) == entries.size:
             return Plan([REPLICATED] * len(specs), [Sizes(tuple(entries.flat))])
-        if entries is None and op.type == "ConcatV2":
-            size = _in_front(inputs, specs)
-            return None if size is None else Plan(takes, [size])
         if entries is None or len(indices) > 1 or not indices and any(
                 each is None for each in inputs):
             return None
         gives.append(_moved_size(entries, indices[0]) if indices else REPLICATED)
     return Plan(takes, gives)
-
-
-def _in_front(inputs: Sequence[Any], specs: Sequence[Spec]) -> Size | None:
-    """The number of rows in a concatenation with a vector of unknown length that comes behind."""
-    known = itertools.takewhile(lambda entries: entries is not None, inputs[:-1])
-    rows = [(at, entry) for at, entry in enumerate(itertools.chain.from_iterable(known))
-            if isinstance(entry, Size)]
-    alone = len(rows) == 1 == sum(isinstance(spec, Size) for spec in specs)
-    return rows[0][1].moved(rows[0][0]) if alone else None
 
 
 def _moved_size(entries: Any, at: int) -> Size:
