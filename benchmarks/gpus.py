@@ -29,7 +29,7 @@ import gc
 import json
 import pathlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -159,11 +159,10 @@ class Step:
     state: dict[str, int]
 
 
-def traced(case: Case, count: int, merge: str, rows: int | None = None,
-           peer_gpus: Mapping[int, frozenset[int]] | None = None) -> Step:
+def traced(case: Case, count: int, merge: str, rows: int | None = None) -> Step:
     """Traces a step of ``case`` on ``count`` GPUs; for MirroredStrategy, on the first one.
 
-    ``merge`` is as in :class:`Result`, ``peer_gpus`` as in :func:`on_gpus.tracing`.
+    ``merge`` is as in :class:`Result`.
     """
     rows = case.rows if rows is None else rows
     strategy = None
@@ -176,7 +175,7 @@ def traced(case: Case, count: int, merge: str, rows: int | None = None,
     x = tf.TensorSpec([rows, *case.shape], case.dtype)
     y = tf.TensorSpec([rows], tf.int32)
     keras.backend.clear_session()
-    with on_gpus.tracing(peer_gpus, cudnn=True):
+    with on_gpus.tracing(cudnn=True):
         with first if strategy is None else strategy.scope():
             model = case.build()
             model.compile(case.optimizer,
@@ -237,18 +236,14 @@ class Simulation:
             if count == 1:
                 continue
             for merge in (*merges, *[OWN_STATISTICS] * case.has_batch_norm, MIRRORED):
-                without_peers = self._traced(name, case, count, merge, rows)
+                step = self._traced(name, case, count, merge, rows)
                 for machine in machines:
-                    peers = links.MACHINES[machine].nvlink_peers if merge != MIRRORED else {}
-                    step = self._traced(name, case, count, merge, rows, peers) if peers \
-                        else without_peers
                     for xla in (True, False):
                         yield self._run(name, machine, count, merge, step, xla, one_gpu[machine])
 
-    def _traced(self, name: str, case: Case, count: int, merge: str, rows: int | None,
-                peer_gpus: Mapping[int, frozenset[int]] | None = None) -> Step:
+    def _traced(self, name: str, case: Case, count: int, merge: str, rows: int | None) -> Step:
         start = time.process_time()
-        step = traced(case, count, merge, rows, peer_gpus)
+        step = traced(case, count, merge, rows)
         gc.collect()
         self._log(f"{name} R={count} {merge}: {len(step.operations):,} operations "
                   f"[{time.process_time() - start:.0f} s of CPU]")

@@ -114,12 +114,6 @@ class Machine:
                 links[f"{switches[1]} down"] = rate
         return links
 
-    @property
-    def nvlink_peers(self) -> dict[int, frozenset[int]]:
-        """For each GPU, the GPUs that it has an NVLink to; empty if these are all GPUs, or none."""
-        return {number: frozenset(peers) for number, peers in enumerate(_DGX_1)} \
-            if self.interconnect == "cube" else {}
-
     def all_reduce_seconds(self, size: float, devices: int) -> float:
         """The time of an all-reduce of ``size`` bytes in a ring of ``devices``.
 

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
 import tensorflow as tf
 
-from towerstrategy.placement import devices as devices_lib, peers
+from towerstrategy.placement import devices as devices_lib
 from towerstrategy.sharding import traffic
 
 HOST = "CPU:0"
@@ -29,22 +29,17 @@ def towers(count: int) -> list[str]:
 
 
 @contextlib.contextmanager
-def tracing(peer_gpus: Mapping[int, frozenset[int]] | None = None, cudnn: bool = False
-            ) -> Iterator[None]:
+def tracing(cudnn: bool = False) -> Iterator[None]:
     """A context in which a step is traced as for GPUs, without optimizations for CPU devices.
 
     Args:
-      peer_gpus: for each GPU, the GPUs that it reaches without the host; None if unknown.
       cudnn: whether LSTM and GRU call cuDNN's kernels, as they do on GPUs; such a step cannot run.
     """
     placement = devices_lib.Placement
-    reached = {gpu + 1: frozenset(other + 1 for other in others)
-               for gpu, others in (peer_gpus or {}).items()}
     rnn = sys.modules.get("keras.src.backend.tensorflow.rnn")
     with contextlib.ExitStack() as stack:
         for name, value in (("on_cpu", False), ("towers_on_host", False)):
             stack.enter_context(mock.patch.object(placement, name, value))
-        stack.enter_context(mock.patch.object(peers, "reached", lambda: reached))
         stack.enter_context(mock.patch.object(
             traffic.Traffic, "pads", lambda _, plan: plan.padded is True))
         if cudnn:

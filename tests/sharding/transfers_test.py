@@ -114,20 +114,6 @@ def dense(library):
                                library.layers.Dense(WIDTH)])
 
 
-def looked_up(library, words=20_000):
-    """A table and what is looked up in it: a row is of 1,280 bytes, and of 32 * 40 in the gradient.
-    """
-    library.utils.set_random_seed(3)
-    return library.Sequential([
-        library.Input([8], dtype="int32"), library.layers.Embedding(words, 40),
-        library.layers.Flatten(), library.layers.Dense(3)])
-
-
-def square(count):
-    """What GPUs reach in a ring: each its neighbours."""
-    return {one: frozenset([(one - 1) % count, (one + 1) % count]) for one in range(count)}
-
-
 def crossing(operations, group):
     """How often large tensors go from a group of devices to another: as made, or handed on."""
     found = set()
@@ -140,9 +126,9 @@ def crossing(operations, group):
     return len(found)
 
 
-def trained(make, optimizer, strategy, x, y, reached=None):
+def trained(make, optimizer, strategy, x, y):
     """The weights of a model that is trained on batches of which the last has fewer rows."""
-    with on_gpus.tracing(reached):
+    with on_gpus.tracing():
         with contextlib.nullcontext() if strategy is None else strategy.scope():
             model = make()
         model.compile(optimizer, "mse", jit_compile=False)
@@ -171,43 +157,6 @@ class RelaysTest(parameterized.TestCase):
             None, towerstrategy.TowerStrategy(on_gpus.towers(towers), merge))]
         for one, other in zip(*found):
             np.testing.assert_allclose(one, other, atol=1e-6)
-
-    @parameterized.parameters("GPU:0", "balanced")
-    def test_rows_go_by_who_reaches_both(self, merge):
-        """Else looked-up rows, and their gradients, go through the host, one after another."""
-        case = gpus.Case("table", lambda: looked_up(keras, 200_000), (8,), "int32", 2048)
-        found = {}
-        for reached in ({}, square(4)):
-            operations = gpus.traced(case, 4, merge, peer_gpus=reached).operations
-            crosses = [(operations[number].device, each.device, operations[number].sizes[index])
-                       for each in operations for number, index in each.inputs]
-            found[bool(reached)] = [
-                (source, target) for source, target, size in crosses if size >= transfers.LEAST
-                and {source, target} in ({"GPU:0", "GPU:2"}, {"GPU:1", "GPU:3"})]
-        self.assertGreaterEqual(len(found[False]), 2)  # there, and the gradient back
-        self.assertEmpty(found[True])
-
-    @wide.product(library=(keras, tf_keras), towers=(4, 7))
-    def test_rows_by_another_way_are_as_on_one_device(self, library, towers):
-        """Else a tower is handed another's rows, or gradients of some rows are left out."""
-        x, y = RANDOM.integers(0, 20_000, [22, 8]), RANDOM.normal(size=[22, 3]).astype("float32")
-        found = [trained(lambda: looked_up(library), "adam", strategy, x, y, square(towers))
-                 for strategy in (
-                     None, towerstrategy.TowerStrategy(on_gpus.towers(towers), "balanced"))]
-        for one, other in zip(*found):
-            np.testing.assert_allclose(one, other, atol=1e-6)
-
-    def test_ways(self):
-        """Else all rows go by one GPU, or rows that have a way of their own by another."""
-        devices = {device: place for place, device in enumerate(on_gpus.towers(4))}
-        known = {one + 1: frozenset(other + 1 for other in others)
-                 for one, others in square(4).items()}
-        self.assertEqual(transfers.detours(devices, known), {
-            ("CPU:1", "CPU:3"): "CPU:2", ("CPU:2", "CPU:4"): "CPU:1",
-            ("CPU:3", "CPU:1"): "CPU:2", ("CPU:4", "CPU:2"): "CPU:1"})
-        numbers = frozenset(range(1, 5))
-        for reached in ({}, dict.fromkeys(numbers, frozenset()), dict.fromkeys(numbers, numbers)):
-            self.assertEmpty(transfers.detours(devices, reached))
 
     def test_cpu_towers_have_one_memory(self):
         """Else CPU towers add up in two steps what costs one."""

@@ -55,8 +55,6 @@ class Builder:
       nodes: name -> node, each after the nodes that it needs.
       operations: the name of a node -> its operation, after :meth:`finish`.
       shapes: the static shapes of outputs that :meth:`note_shape` was told.
-      rows: the static shapes of outputs that hold towers' rows, and the number of positions per
-        row; noted if :mod:`transfers` needs them.
     """
 
     def __init__(self, graph: tf.Graph) -> None:
@@ -69,7 +67,6 @@ class Builder:
         self._types: dict[tuple[Any, ...], tuple[bytes, list[tf.DType]]] = {}
         self.operations: dict[str, tf.Operation] = {}
         self.shapes: dict[Ref, tuple[int, ...]] = {}
-        self.rows: dict[Ref, tuple[tf.TensorShape, int]] = {}
 
     def take(self, tensor: tf.Tensor) -> Ref:
         """The reference to a tensor that is in ``graph`` already."""

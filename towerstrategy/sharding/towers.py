@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 
 import tensorflow as tf
 
-from towerstrategy.placement import peers
 from towerstrategy.sharding import transfers
 from towerstrategy.sharding.across import Across
 from towerstrategy.sharding.builder import Builder, Ref
@@ -81,7 +80,6 @@ class Towers:
         self.stage_devices, self.devices = stage_devices, [row[0] for row in stage_devices]
         self.scopes, self.on_cpu, self.draws_rows = scopes, on_cpu, draws_rows
         self.places = {} if on_cpu else transfers.places_of(stage_devices)
-        self.detours = transfers.detours(self.places, peers.reached() if self.places else {})
         self._counts = counts
         self.cache: dict[Any, Ref] = {}
         self.crossings: collections.Counter[str] = collections.Counter()
@@ -284,4 +282,3 @@ class Towers:
                 and max(map(len, self.stage_devices)) == 1):
             transfers.pack(self.builder)
         transfers.relay_tensors(self.builder, self.places)
-        transfers.relay_rows(self.builder, self.detours)

@@ -10,9 +10,7 @@ the same nodes, in which
   sends it to the others; and parts are added up in the other half before the sum crosses.  Each
   half does the same with its own halves.  GPUs with neighbouring numbers share a switch or NVLinks;
   the connection of the halves is slow (PCI Express, the host).  No tower needs more memory: a relay
-  takes the weight itself;
-* rows between GPUs that reach each other through the host alone go by a GPU that reaches both: on
-  eight V100s, each of which has NVLinks to four others.
+  takes the weight itself.
 
 Tensors that are packed together must not depend on each other, or the step would deadlock.  So they
 have the same level (see :meth:`Builder.levels`), and their consumers have a higher one.
@@ -20,7 +18,6 @@ have the same level (see :meth:`Builder.levels`), and their consumers have a hig
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -32,7 +29,6 @@ from towerstrategy.sharding.builder import Builder, Consumers, Crossings, Node, 
 LARGEST_PACKED = 2**16  # bytes; copying a larger tensor costs more than a transfer of its own
 FEWEST_PACKED = 3  # tensors
 LEAST = 2**20  # bytes; for a smaller tensor one more transfer costs more than a busy link
-LEAST_ROW = 2**10  # bytes of a row, as the number of rows is unknown
 FEWEST = 4  # towers
 
 
@@ -78,36 +74,6 @@ def places_of(stage_devices: Sequence[Sequence[str]]) -> dict[str, int]:
     if len(devices) < max(FEWEST, len(stage_devices)) or max(map(len, stage_devices)) > 1:
         return {}
     return {device: place for place, device in enumerate(devices)}
-
-
-def detours(places: Mapping[str, int], reached: Mapping[int, frozenset[int]]
-            ) -> dict[tuple[str, str], str]:
-    """A relay that reaches both devices, for each pair that is connected through the host alone.
-
-    Args:
-      places: see :func:`places_of`.
-      reached: GPU number -> the numbers of the GPUs that it reaches directly.
-    """
-    found = {}
-    numbers = {device: tf.DeviceSpec.from_string(device).device_index for device in places}
-    for source, target in itertools.permutations(places if reached else (), 2):
-        ends = numbers[source], numbers[target]
-        between = [device for device, number in numbers.items()
-                   if number in reached.get(ends[0], ()) and ends[1] in reached.get(number, ())]
-        if between and ends[1] not in reached[ends[0]]:  # in turn, so that each has a share
-            found[source, target] = between[(places[source] + places[target]) % len(between)]
-    return found
-
-
-def relay_rows(builder: Builder, detours: Mapping[tuple[str, str], str]) -> None:
-    """Sends large rows by ``detours``, among the nodes collected so far."""
-    for ref, by_device in builder.crossings(
-            ref for ref, known in builder.rows.items() if _has_large_rows(ref, *known)).items():
-        for target, consumers in by_device.items():
-            via = detours.get((builder.device(ref), target))
-            if via:
-                _reroute(consumers, builder.make("PlaceholderWithDefault", [ref], via,
-                                                 "merge/detour/relay", shape=builder.rows[ref][0]))
 
 
 def summed_in_halves(builder: Builder, places: Mapping[str, int], parts: Sequence[Ref], device: str,
@@ -180,12 +146,6 @@ def _halves(group: Sequence[int], place: int) -> tuple[Sequence[int], Sequence[i
 def _relay(group: Sequence[int], place: int, others: Sequence[int]) -> int:
     """The relay among ``others`` for what ``place`` sends: by number, so that each has a share."""
     return others[group.index(place) % len(others)]
-
-
-def _has_large_rows(ref: Ref, shape: tf.TensorShape, times: int) -> bool:
-    sizes = [size for size in shape if size is not None]
-    return bool(ref.dtype.is_floating and len(sizes) == shape.rank - 1
-                and times * math.prod(sizes) * ref.dtype.size >= LEAST_ROW)
 
 
 def _bytes(ref: Ref, shape: Iterable[int]) -> int:

@@ -37,6 +37,7 @@ from towerstrategy.sharding.spec import (
 from towerstrategy.sharding.towers import Towers
 from towerstrategy.sharding.traffic import MANY_ROWS
 
+Makes = Callable[..., list[Any]]  # makes an op's outputs, for a tower or for the whole batch
 _TOO_MANY = 2**31  # rows; no tensor has so many
 _REDUCTIONS = {"max": "Maximum", "min": "Minimum", "and": "LogicalAnd", "or": "LogicalOr"}
 
@@ -102,9 +103,6 @@ class Value:
             part = self._parts[tower] = self._make_part(tower)
             if isinstance(self.spec, Partial) or self.spec == PER_TOWER:
                 self.towers.builder.note_shape(part, self.shape)
-            elif self.towers.detours and isinstance(self.spec, Sharded) and self.shape.rank:
-                self.towers.builder.rows[part] = (
-                    opened(self.shape, self.spec.dim), self.spec.times or 1)
         return self._parts[tower]
 
     def on(self, device: str) -> Ref:
@@ -360,20 +358,9 @@ class Value:
         return size if dtype == tf.int64 else towers.on_host("Cast", size, DstT=dtype)
 
 
-class Lazily:
-    """The outputs of ``make``, which runs once per tower, when one of them is first needed."""
-
-    def __init__(self, make: Callable[..., list[Any]]) -> None:
-        self._make = make
-        self._made: dict[Any, list[Any]] = {}
-
-    def __call__(self, *key: Any) -> list[Any]:
-        if key not in self._made:
-            self._made[key] = self._make(*key)
-        return self._made[key]
-
-    def output(self, index: int) -> Callable[..., Ref]:
-        return lambda *key: self(*key)[index]
+def output(make: Makes, index: int) -> Callable[..., Any]:
+    """A function that returns output ``index`` of what ``make`` returns."""
+    return lambda *key: make(*key)[index]
 
 
 def opened(shape: tf.TensorShape, along: int) -> tf.TensorShape:
