@@ -199,18 +199,9 @@ class OneReplicaContext(tf.distribute.ReplicaContext):
         del axis, options
         return value
 
-    def __enter__(self) -> None:
-        self._mode = self._strategy.extended.modes.within(one_replica=True)
-        self._mode.__enter__()
-        super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self._mode.__exit__(None, None, None)
-
     def _merge_call(self, merge_fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        with _tf.cross_replica_context(self._strategy):
-            return merge_fn(self._strategy, *args, **kwargs)
+        with self._strategy.extended.modes.within(one_replica=True):
+            return super()._merge_call(merge_fn, args, kwargs)
 
 
 def current() -> TowerContext | OneReplicaContext | None:

@@ -23,7 +23,6 @@ from towerstrategy.extras import cpu, measured, xla
 from towerstrategy.extras.stages.within import Stages
 from towerstrategy.merge import reductions, shares as shares_lib
 from towerstrategy.placement import devices as devices_lib, homes as homes_lib
-from towerstrategy.placement.workers import Workers
 from towerstrategy.replicas import calls
 from towerstrategy.sharding import step as whole_batch
 from towerstrategy.variables import creation, tower_local
@@ -33,7 +32,7 @@ class Modes(threading.local):
     """Flags that are set for a while (:meth:`within`), in one thread."""
 
     kept = False  # whether an iterator over a dataset lives longer than an epoch of Keras
-    one_replica = False  # whether a step with all rows runs, in any replica context
+    one_replica = False  # whether `merge_call` of a step that has all rows runs
     keras_step = False  # whether a step of Keras is being traced
     compiles = False  # whether XLA compiles the towers' operations
     keeps_graph = False  # whether a traced step's graph must be complete, because someone reads it
@@ -51,7 +50,7 @@ class TowerExtended(_tf.StrategyExtended):
     """
 
     def __init__(self, container_strategy: tf.distribute.Strategy,
-                 placement: devices_lib.Placement, workers: Workers | None,
+                 placement: devices_lib.Placement, workers: Any,
                  cluster_resolver: Any, draws_rows: bool, synchronizes_batch_norm: bool) -> None:
         self.modes = Modes()
         self.draws_rows, self.synchronizes_batch_norm = draws_rows, synchronizes_batch_norm
@@ -143,7 +142,7 @@ class TowerExtended(_tf.StrategyExtended):
 
     @property
     def _num_replicas_in_sync(self) -> Any:
-        if self.modes.one_replica:
+        if self.modes.one_replica or contexts.has_all_rows():
             return 1
         tower = contexts.current_tower()
         if tower is not None:

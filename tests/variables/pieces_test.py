@@ -13,7 +13,6 @@ from peers import per_replica, plain
 from towerstrategy import contexts
 from towerstrategy.batch import sub_batches
 from towerstrategy.merge import shares as shares_lib
-from towerstrategy.placement import workers
 from towerstrategy.variables import written as merging_of_towers
 
 Aggregation = tf.VariableAggregation
@@ -123,7 +122,7 @@ class PiecesTest(parameterized.TestCase):
 
     def test_towers_of_other_machines(self):
         """Else machines that write other places each keep their own towers' values."""
-        class Other(workers.Workers):  # has one tower, which writes what this machine's first does
+        class Other:  # has one tower, which writes what this machine's first does
             here = slice(0, 2)
 
             def gather(self, value, axis=0):

@@ -12,7 +12,6 @@ from typing import Any
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy.placement.workers import Workers
 from towerstrategy.variables import rules
 
 Line = tuple[str, str, str]
@@ -69,7 +68,7 @@ def resident(variables: Iterable[Any]) -> list[Any]:
                  if isinstance(variable, _tf.BaseResourceVariable)}.values())
 
 
-def copy_from_chief(workers: Workers, variables: Sequence[Any]) -> None:
+def copy_from_chief(workers: Any, variables: Sequence[Any]) -> None:
     """Sets these variables on every machine to the chief's values."""
     values = workers.chiefs([variable.read_value() for variable in variables])
     for variable, value in zip(variables, values):

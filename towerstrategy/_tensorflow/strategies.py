@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 
 import tensorflow as tf
-from tensorflow.python.distribute import collective_util, distribute_lib, mirrored_run
+from tensorflow.python.distribute import collective_util, distribute_lib, input_lib, mirrored_run
 from tensorflow.python.eager import context as eager_context
 from tensorflow.python.ops import nn_impl_distribute
 
@@ -22,6 +22,9 @@ Options = collective_util.Options
 # Inherits the default graph, eager mode, variable creators, the summary writer and op callbacks of
 # the thread that makes it; runs ``main_fn`` when ``should_run`` is first set.
 ReplicaThread = mirrored_run._MirroredReplicaThread
+# Folds a function over an iterator's elements, in a loop in the caller's graph, so that its body
+# may run on the towers' devices; a loop of tf.data's would be in the input pipeline.
+fold = input_lib._IterableInput.reduce
 
 _LOSSES = (nn_impl_distribute, tf.nn, tf.compat.v1.nn, tf.compat.v2.nn)
 AVERAGE = wrapping.Place(

@@ -232,18 +232,7 @@ class TowerDataset(tf.distribute.DistributedDataset):
 
     def reduce(self, initial_state: Nest, reduce_func: Callable[[Nest, Nest], Nest]) -> Nest:
         """Folds ``reduce_func(state, element)`` over the elements; autograph's ``for`` calls it."""
-        # The body runs in the caller's graph, not inside the input pipeline as tf.data's would, so
-        # that it can run on the towers' devices.
-        iterator = iter(self).read_once()
-
-        def body(element: tf.experimental.Optional, state: Nest) -> tuple[Any, Nest]:
-            state = reduce_func(state, element.get_value())
-            return iterator.get_next_as_optional(), state
-
-        _, state = tf.while_loop(lambda element, _: element.has_value(), body,
-                                 (iterator.get_next_as_optional(), initial_state),
-                                 parallel_iterations=1)
-        return state
+        return _tf.fold(iter(self).read_once(), initial_state, reduce_func)
 
 
 class RestartableIterator:

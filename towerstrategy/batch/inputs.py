@@ -16,7 +16,6 @@ import tensorflow as tf
 from towerstrategy import refused
 from towerstrategy.batch import datasets as datasets_lib, prefetching, rows as rows_lib, splitting
 from towerstrategy.placement import devices as devices_lib
-from towerstrategy.placement.workers import Workers
 
 _PER_REPLICA = tf.distribute.InputReplicationMode.PER_REPLICA
 
@@ -85,7 +84,7 @@ class Inputs:
     ``measuring`` measures the towers and computes their shares; None unless ``shares="measured"``.
     """
 
-    def __init__(self, placement: devices_lib.Placement, workers: Workers | None,
+    def __init__(self, placement: devices_lib.Placement, workers: Any,
                  measuring: Any) -> None:
         self._towers, self._workers, self.measuring = len(placement.towers), workers, measuring
         self._here = None if workers is None else workers.here

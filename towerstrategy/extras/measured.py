@@ -22,7 +22,6 @@ from towerstrategy import _tensorflow as _tf
 from towerstrategy.batch import rows as rows_lib
 from towerstrategy.extras.report import sample as sample_lib
 from towerstrategy.placement import asked_shares, devices as devices_lib
-from towerstrategy.placement.workers import Workers
 
 ROUND = 3
 # Shares change if the slowest tower takes this much more time than with better shares.
@@ -51,7 +50,7 @@ class _Change(NamedTuple):
     seconds: float  # of the slowest tower
 
 
-def of(placement: devices_lib.Placement, workers: Workers | None) -> Measuring | None:
+def of(placement: devices_lib.Placement, workers: Any) -> Measuring | None:
     """The :class:`Measuring` of a strategy; None without measured shares or with one tower."""
     towers = workers.replicas if workers else len(placement.towers)
     measured = placement.shares_from == asked_shares.MEASURED and towers > 1
@@ -61,7 +60,7 @@ def of(placement: devices_lib.Placement, workers: Workers | None) -> Measuring |
 class Measuring:
     """Measures the towers of one strategy; ``shares`` are the current shares of all towers."""
 
-    def __init__(self, placement: devices_lib.Placement, workers: Workers | None) -> None:
+    def __init__(self, placement: devices_lib.Placement, workers: Any) -> None:
         self.rounds = self.changes = 0  # a change that is undone counts twice
         self._placement, self._workers = placement, workers
         local_towers = len(placement.towers)

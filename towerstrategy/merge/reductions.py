@@ -16,7 +16,6 @@ import tensorflow as tf
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.merge import merging
 from towerstrategy.placement import homes as homes_lib
-from towerstrategy.placement.workers import Workers
 
 
 def the_one(number: int, structured: Any) -> Any:
@@ -63,7 +62,7 @@ def reduce_one(reduce_op: Any, value: Any, destinations: Any, count: int) -> Any
                      f"reduce op {reduce_op}.")
 
 
-def reduce_across(workers: Workers, reduce_op: Any, pairs: Any) -> list[Any]:
+def reduce_across(workers: Any, reduce_op: Any, pairs: Any) -> list[Any]:
     """Reduces over all machines: first on each machine, then all values by one collective."""
     leaves = [(leaf, _parts(leaf, reduce_op))
               for value, _ in pairs for leaf in tf.nest.flatten(value)]
@@ -84,7 +83,7 @@ def reduce_across(workers: Workers, reduce_op: Any, pairs: Any) -> list[Any]:
         tf.nest.map_structure, lambda _: next(results), value)) for value, destinations in pairs]
 
 
-def gather(value: Any, destinations: Any, axis: int, workers: Workers | None) -> Any:
+def gather(value: Any, destinations: Any, axis: int, workers: Any) -> Any:
     """The values of all towers concatenated along ``axis``."""
     is_per_replica = isinstance(value, tf.distribute.DistributedValues)
     if workers is None and not is_per_replica:

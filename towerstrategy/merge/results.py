@@ -15,7 +15,6 @@ import tensorflow as tf
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.batch import rows as rows_lib
 from towerstrategy.merge import shares as shares_lib
-from towerstrategy.placement.workers import Workers
 
 
 class ResultsSpec(_tf.PerReplicaSpec):
@@ -44,7 +43,7 @@ class TowerResults(_tf.PerReplica):
         super().__init__(values)
         self._shares, self._counts = shares, counts
 
-    def shares(self, workers: Workers | None) -> shares_lib.Shares:
+    def shares(self, workers: Any) -> shares_lib.Shares:
         """The batch's shares."""
         # Made from counts at each call, because their tensors belong to the current graph.
         return self._shares or shares_lib.Shares.of_counts(self._counts, workers)
@@ -118,7 +117,7 @@ def tensors_in(nest: Any) -> list[tf.Tensor]:
 
 
 def shares_of(arguments: Sequence[Any],
-              workers: Workers | None) -> shares_lib.Shares | None:
+              workers: Any) -> shares_lib.Shares | None:
     """The shares of the first of ``arguments`` that is both a result and a batch; None without one.
 
     If this is only known while the function runs, and none is a batch, towers have equal shares.

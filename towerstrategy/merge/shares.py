@@ -13,7 +13,6 @@ import numpy as np
 import tensorflow as tf
 
 from towerstrategy.batch import rows as rows_lib, sub_batches
-from towerstrategy.placement.workers import Workers
 
 Value = Any  # tf.Tensor or tf.IndexedSlices
 
@@ -38,7 +37,7 @@ class Shares:
       filled: whether each of this machine's towers has rows: NumPy's bools or scalar bool tensors.
     """
 
-    def __init__(self, rows: Sequence[rows_lib.Rows], workers: Workers | None = None,
+    def __init__(self, rows: Sequence[rows_lib.Rows], workers: Any = None,
                  counted: bool = False, fed: Sequence[int | None] | None = None) -> None:
         self._rows = list(rows)
         self.workers, self.counted, self.fed = workers, counted, fed
@@ -55,13 +54,13 @@ class Shares:
 
     @classmethod
     def of_batch(cls, batches: sub_batches.SubBatches,
-                 workers: Workers | None = None) -> Shares:
+                 workers: Any = None) -> Shares:
         """The shares of the towers in a split batch."""
         return cls(sub_batches.row_counts(batches), workers, True,
                    [rows_lib.known_rows(part) for part in batches.values])
 
     @classmethod
-    def of_counts(cls, counts: tf.Tensor, workers: Workers | None = None) -> Shares:
+    def of_counts(cls, counts: tf.Tensor, workers: Any = None) -> Shares:
         """The shares for the row counts of all towers, a vector."""
         known = tf.get_static_value(counts)
         return cls(tf.unstack(counts) if known is None else known.tolist(), workers, True)

@@ -4,7 +4,7 @@ Goes in: one value on each worker, and how they are merged: by sum, concatenatio
 out: the merged value, on each worker.
 
 Values are collected first.  When a graph has all its nodes, each value gets a level: the number of
-collectives, one after another, before it.  Values of one level cross together, as ``Workers`` pack
+collectives, one after another, before it.  Values of one level cross together, as ``Machines`` pack
 them.  Each collective operation waits for the one before, and all workers make the same ones; so
 they run in one order everywhere, also in branches and loops.
 """
@@ -22,7 +22,7 @@ from towerstrategy.sharding.builder import Builder, Ref
 from towerstrategy.sharding.rules.registry import Op
 
 _SCOPE = f"{homes.ONCE}across/"
-SUM, GATHER = "sum", "gather"  # Workers.extremes has the other kinds
+SUM, GATHER = "sum", "gather"  # Machines.extremes has the other kinds
 _CONTROL_FLOW = "~"  # behind all other kinds of a level
 
 
@@ -37,7 +37,8 @@ class Across:
     """The collective operations for the nodes that a builder collects.
 
     Args:
-      workers: the ``placement.workers.Workers``; None on a single machine, where nothing crosses.
+      workers: the ``Machines`` of ``extras/machines``; None on a single machine, where nothing
+        crosses.
       graph: the step's graph; the builder's graph may be a branch or loop body in it.
       builder: collects the nodes.
       outside: makes a reference, for the builder's nodes, to a tensor of ``graph``.

@@ -15,7 +15,6 @@ import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf, contexts
 from towerstrategy.placement import homes as homes_lib, scopes
-from towerstrategy.placement.workers import Workers
 from towerstrategy.variables import one_copy, tower_local
 
 
@@ -90,7 +89,7 @@ def _create_tower_local(strategy: tf.distribute.Strategy, next_creator: Callable
     return tower_local.TowerLocalVariable(strategy, parts, kwargs["aggregation"])
 
 
-def _chiefs_initial_value(workers: Workers, initial_value: Any, dtype: Any = None,
+def _chiefs_initial_value(workers: Any, initial_value: Any, dtype: Any = None,
                           name: str | None = None, **_: Any) -> Any:
     """A function that returns worker 0's ``initial_value``, called when the variable is made."""
     if tf.is_symbolic_tensor(initial_value) or isinstance(initial_value, tf.Variable):

@@ -18,7 +18,6 @@ from keras.src.callbacks import backup_and_restore, csv_logger, model_checkpoint
 from towerstrategy import _tensorflow as _tf
 from towerstrategy._keras import adopting, callbacks as callbacks_lib, state
 from towerstrategy._keras.keras3 import names
-from towerstrategy.placement.workers import Workers
 
 # The callbacks that write the same files on every machine -> the attribute with the path.
 _PATHS = {model_checkpoint.ModelCheckpoint: "filepath", csv_logger.CSVLogger: "filename",
@@ -124,7 +123,7 @@ class _WholeBackup(backup_and_restore.BackupAndRestore):
             super().on_train_end(logs)
 
 
-def _send_backup(callback: Any, workers: Workers) -> None:
+def _send_backup(callback: Any, workers: Any) -> None:
     """Sends the state that the chief has loaded from its backup to all other workers."""
     model = callback.model
     chiefs, = workers.chiefs([tf.constant([tf.io.gfile.exists(callback._weights_path),

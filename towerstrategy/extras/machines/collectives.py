@@ -18,7 +18,6 @@ from towerstrategy import _tensorflow as _tf
 from towerstrategy.batch import rows as rows_lib
 from towerstrategy.extras.machines import clusters
 from towerstrategy.placement import devices as devices_lib, homes as homes_lib
-from towerstrategy.placement.workers import Workers
 
 # Seconds for all workers to start, if communication_options sets no timeout.
 START = 600.
@@ -35,11 +34,20 @@ LARGE = 2**22
 MADE: list[Machines] = []  # all in this process; type specs of iterators hold an index into it
 
 
-class Machines(Workers):
-    """The collectives of one strategy's workers.
+class Machines:
+    """The collectives of one strategy's workers, which run on the merge device.
 
-    All collectives run on the merge device.  ``number`` is the index of this object in
-    :data:`MADE`, ``towers_of`` has the number of towers of each worker.
+    Attributes:
+      number: the index of this object in :data:`MADE`.
+      count: how many workers there are.
+      index: this worker's number.
+      is_chief: whether this is worker 0, which gives the initial values and writes files.
+      towers: how many towers this worker has.
+      towers_of: how many towers each worker has.
+      first: the number of this worker's first tower among the towers of all workers.
+      here: the positions of this worker's towers among them.
+      replicas: how many towers all workers have.
+      units: the shares of all towers; None if all are equal.
 
     Raises:
       ValueError: workers have shares of different kinds, or different clusters.
@@ -51,6 +59,7 @@ class Machines(Workers):
         self.cluster, self.number = cluster, len(MADE)
         MADE.append(self)
         self.count, self.index = len(cluster.tasks), cluster.index
+        self.is_chief = self.index == 0
         self.towers, self._device = len(placement.towers), placement.merge
         self._launcher = _tf.CollectiveLauncher(self._device, self.count, options)
         gathered = self._start(options, placement.shares_from)
@@ -59,6 +68,7 @@ class Machines(Workers):
         _, self.towers_of, digests = map(list, zip(*sorted(gathered)))
         self._check_same_arguments(digests, placement.shares_from)
         self.first = sum(self.towers_of[:self.index])
+        self.here = slice(self.first, self.first + self.towers)
         self.replicas = sum(self.towers_of)
         shares = tf.constant(placement.shares or (1.,) * self.towers, tf.float64)
         self.units = rows_lib.units_of(self.gather_rows([shares])[0].numpy().tolist())

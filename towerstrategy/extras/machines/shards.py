@@ -29,7 +29,7 @@ Policy: TypeAlias = tf.data.experimental.AutoShardPolicy
 
 
 class ShardingMachines(collectives.Machines):
-    """The workers of one strategy, with all methods of :class:`placement.workers.Workers`."""
+    """The workers of one strategy: their collectives, and the rows that each reads."""
 
     def shard_dataset(self, dataset: tf.data.Dataset, ready: int = datasets_lib.READY,
                       measured: Any = None) -> WorkersDataset:

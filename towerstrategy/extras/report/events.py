@@ -1,13 +1,12 @@
 """Writes the report of a training for TensorBoard, without the package ``tensorboard``.
 
-Goes in: the epochs of ``TowerReport`` and its picture.  Comes out: files of events: a run for each
+Goes in: the epochs of ``TowerReport``.  Comes out: files of events: a run for each
 tower, so that TensorBoard draws all towers into one chart; one for each stage; one for the step.
 """
 
 from __future__ import annotations
 
 import os
-import struct
 from typing import Any
 
 import tensorflow as tf
@@ -45,27 +44,20 @@ class Events:
             self._scalar(step, "step/step_ms", epoch.sampled.step, epoch.number)
             self._scalar(step, "step/bubble", epoch.bubble, epoch.number)
 
-    def show(self, png: bytes, number: int) -> None:
-        """Writes the picture, for epoch ``number``."""
-        width, height = struct.unpack(">II", png[16:24])  # the first chunk of a PNG has its size
-        self._write(self._step, "towers", "images", [str(width), str(height), png], number)
-
     def close(self) -> None:
         for writer in self._writers.values():
             writer.close()
         self._writers.clear()
 
     def _scalar(self, run: str, tag: str, value: float | None, number: int) -> None:
-        if value is not None:
-            value *= 1e3 if "_ms" in tag else 1  # seconds
-            self._write(run, tag, "scalars", tf.constant(value, tf.float32), number)
-
-    def _write(self, run: str, tag: str, plugin: str, value: Any, number: int) -> None:
+        if value is None:
+            return
+        value *= 1e3 if "_ms" in tag else 1  # seconds
         metadata = _Metadata()
-        metadata.plugin_data.plugin_name = plugin
+        metadata.plugin_data.plugin_name = "scalars"
         with tf.device("CPU:0"):
             if run not in self._writers:
                 self._writers[run] = tf.summary.create_file_writer(
                     os.path.join(self._folder, run), max_queue=0)  # to show an epoch at once
             with self._writers[run].as_default(), tf.summary.record_if(True):
-                tf.summary.write(tag, value, number, metadata)
+                tf.summary.write(tag, tf.constant(value, tf.float32), number, metadata)

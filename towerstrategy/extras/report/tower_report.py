@@ -5,7 +5,6 @@ Goes in: a Keras training.  Comes out: tables, a picture, and events for TensorB
 
 from __future__ import annotations
 
-import importlib.util
 import numbers
 import os
 import pathlib
@@ -42,8 +41,7 @@ class TowerReport(Callback):
         seconds count as twenty.
       print_fn: a function that gets each epoch's table; None prints nothing.
       log_dir: a folder for TensorBoard, or None.  It gets a run for each tower with its rows, busy
-        time and idle share, a run for each stage, one with the step's other parts, and the picture
-        if matplotlib is installed.
+        time and idle share, a run for each stage, and one with the step's other parts.
 
     Attributes:
       epochs: an :class:`Epoch` for each epoch.
@@ -123,7 +121,8 @@ class TowerReport(Callback):
         self._print_new()
         self._end_watch()
         with quiet.harmless("draw its picture"):
-            self._draw()
+            if self.picture is not None and (png := picture_lib.draw(self.epochs)) is not None:
+                pathlib.Path(self.picture).write_bytes(png)
         self._write(Events.close)
         self._events = None
 
@@ -144,15 +143,6 @@ class TowerReport(Callback):
                 if self._print is not None:
                     self._print(epoch.brief)
         self._printed = len(self.epochs)
-
-    def _draw(self) -> None:
-        events = self._events if importlib.util.find_spec("matplotlib") else None
-        png = picture_lib.draw(self.epochs) if self.picture is not None or events else None
-        if png is not None and self.picture is not None:
-            pathlib.Path(self.picture).write_bytes(png)
-        if png is not None and events is not None:
-            events.show(png, self.epochs[-1].number)
-
 
 def _check(picture: Any, log_dir: Any, most: Any, print_fn: Any) -> None:
     """Raises now for arguments that would fail during a training, or after it."""
