@@ -104,7 +104,7 @@ class LeavesEarlyTest(parameterized.TestCase):
         """Two workers as a graph needs them, which is never run."""
         machines = collectives.Machines.__new__(collectives.Machines)
         machines.__dict__.update(
-            count=2, index=0, first=0, towers=1, replicas=2,
+            count=2, index=0, first=0, here=slice(1), towers=1, replicas=2,
             _device="/device:CPU:0", _order=[0, 1],
             _launcher=_tf.CollectiveLauncher("/device:CPU:0", 2, None))
         return machines
