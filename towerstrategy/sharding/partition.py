@@ -34,7 +34,7 @@ from towerstrategy.sharding.spec import (
     Spec,
 )
 from towerstrategy.sharding.towers import Towers
-from towerstrategy.sharding.values import Makes, Value, output
+from towerstrategy.sharding.values import Lazily, Value
 
 
 class Partition:
@@ -165,11 +165,11 @@ class Partition:
                     for ref, tensor in zip(whole(), operation.outputs)]
         if controls:  # its node may never be made, so operations that wait for it wait for these
             self._nodes[operation.name] = list(controls)
-        once, repeated = functools.cache(whole), functools.cache(lambda tower, towers: self._copy(
+        once, repeated = Lazily(whole), Lazily(lambda tower, towers: self._copy(
             operation, [value.at(towers).part(tower) for value in values], towers.devices[tower],
             tower, self._controls_on(controls, tower)))
-        return [Value(towers, REPLICATED, tensor.shape, output(once, index), None, device,
-                      output(repeated, index)) for index, tensor in enumerate(operation.outputs)]
+        return [Value(towers, REPLICATED, tensor.shape, once.output(index), None, device,
+                      repeated.output(index)) for index, tensor in enumerate(operation.outputs)]
 
     def _made(self, operation: Op, controls: Sequence[str], outputs: list[Ref]) -> list[Ref]:
         """``outputs``, which a plan has made; notes the nodes that others wait for."""
@@ -248,7 +248,7 @@ class Partition:
                 controls)
 
         once = None if plan.whole is None and any(
-            isinstance(spec, (ListOf, Row)) for spec in plan.takes) else functools.cache(whole)
+            isinstance(spec, (ListOf, Row)) for spec in plan.takes) else Lazily(whole)
         reads = isinstance(plan, Nested) and bool(operation.handles)  # what a later call may write
         if operation.has_effect or reads or not plan.gives or any(
                 isinstance(spec, PARTED) for spec in plan.gives):
@@ -264,20 +264,20 @@ class Partition:
             padding.without_padding(value, rows) for value in outputs]
 
     def _part(self, plan: Plan, maker: Maker, home: str, of_shapes: bool, controls: list[str]
-              ) -> Makes:
+              ) -> Lazily:
         """Makes the outputs of an operation for one tower."""
         operation, towers = maker.op, maker.towers
         if plan.make is not None:
-            outputs = functools.cache(functools.partial(plan.make, maker))
-            return functools.cache(lambda tower: self._made(
+            outputs = Lazily(functools.partial(plan.make, maker))
+            return Lazily(lambda tower: self._made(
                 operation, self._controls_on(controls, tower),
                 [each[tower] if isinstance(each, list) else each for each in outputs()]))
         if isinstance(plan, Nested):
-            return functools.cache(lambda tower: self._on_one_tower(
+            return Lazily(lambda tower: self._on_one_tower(
                 operation, plan, maker.inputs, controls, towers, tower))
         make_part = None if towers.on_cpu else plan.part
 
-        @functools.cache
+        @Lazily
         def part(tower: int) -> list[Ref]:
             return make_part(maker, tower) if make_part is not None else self._copy(
                 operation, [value.part(tower) for value in maker.inputs],
@@ -290,14 +290,14 @@ class Partition:
         """The nodes that a tower's copy waits for: an effect waits for those of all towers."""
         return controls if operation.has_effect else self._controls_on(controls, tower)
 
-    def _output(self, towers: Towers, tensor: tf.Tensor, spec: Spec, index: int, parts: Makes,
-                whole: Makes | None, home: str, of_shapes: bool) -> Value:
+    def _output(self, towers: Towers, tensor: tf.Tensor, spec: Spec, index: int, parts: Lazily,
+                whole: Lazily | None, home: str, of_shapes: bool) -> Value:
         if isinstance(spec, Axes) and whole is not None:
-            return Value(towers, spec, tensor.shape, output(whole, index))
-        part = output(parts, index)
+            return Value(towers, spec, tensor.shape, whole.output(index))
+        part = parts.output(index)
         if isinstance(spec, (Size, ListOf)):
             return Value(towers, spec, tensor.shape,
-                         None if whole is None else output(whole, index), part)
+                         None if whole is None else whole.output(index), part)
         if isinstance(spec, Replicated):  # each tower makes the same value
             constant = (lambda tower, _: part(tower)) if of_shapes and not towers.on_cpu else None
             return Value(towers, spec, tensor.shape, lambda: part(0), part, home, constant)

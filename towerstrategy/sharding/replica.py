@@ -29,7 +29,7 @@ from towerstrategy.sharding.rules.registry import Op, Plan
 from towerstrategy.sharding.spec import PER_TOWER, REPLICATED, SUM, Chosen, Sharded, Spec, of_batch
 from towerstrategy.sharding.towers import Towers
 from towerstrategy.sharding.traffic import Traffic
-from towerstrategy.sharding.values import Makes, Value, captured, opened, output
+from towerstrategy.sharding.values import Lazily, Value, captured, opened
 
 
 class PerTowerTensors:
@@ -222,9 +222,9 @@ class ReplicaPartition(Partition):
             for value, spec in zip(values, table.takes)], controls, towers)
         return [_with_spec(value, PER_TOWER) for value in outputs]
 
-    def _output(self, towers: Towers, tensor: tf.Tensor, spec: Spec, index: int, parts: Makes,
+    def _output(self, towers: Towers, tensor: tf.Tensor, spec: Spec, index: int, parts: Lazily,
                 *_: Any) -> Value:
-        value = Value(towers, PER_TOWER, tensor.shape, None, output(parts, index),
+        value = Value(towers, PER_TOWER, tensor.shape, None, parts.output(index),
                       self._traced_device(tensor.op.device))
         return value if spec in (PER_TOWER, REPLICATED) else _with_spec(value, spec)
 

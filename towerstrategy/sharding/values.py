@@ -37,7 +37,6 @@ from towerstrategy.sharding.spec import (
 from towerstrategy.sharding.towers import Towers
 from towerstrategy.sharding.traffic import MANY_ROWS
 
-Makes = Callable[..., list[Any]]  # makes an op's outputs, for a tower or for the whole batch
 _TOO_MANY = 2**31  # rows; no tensor has so many
 _REDUCTIONS = {"max": "Maximum", "min": "Minimum", "and": "LogicalAnd", "or": "LogicalOr"}
 
@@ -358,9 +357,20 @@ class Value:
         return size if dtype == tf.int64 else towers.on_host("Cast", size, DstT=dtype)
 
 
-def output(make: Makes, index: int) -> Callable[..., Any]:
-    """A function that returns output ``index`` of what ``make`` returns."""
-    return lambda *key: make(*key)[index]
+class Lazily:
+    """The outputs of ``make``, which runs once per tower, when one of them is first needed."""
+
+    def __init__(self, make: Callable[..., list[Any]]) -> None:
+        self._make = make
+        self._made: dict[Any, list[Any]] = {}
+
+    def __call__(self, *key: Any) -> list[Any]:
+        if key not in self._made:
+            self._made[key] = self._make(*key)
+        return self._made[key]
+
+    def output(self, index: int) -> Callable[..., Ref]:
+        return lambda *key: self(*key)[index]
 
 
 def opened(shape: tf.TensorShape, along: int) -> tf.TensorShape:
