@@ -194,7 +194,7 @@ class AdoptTest(parameterized.TestCase):
         for slot in slots(models[0].hidden_optimizer):
             self.assertIsInstance(slot, one_copy.TowerVariable)
 
-    @parameterized.parameters("Adam", "SGD")
+    @wide.parameters("Adam", wide=["SGD"])
     def test_legacy_optimizer(self, name):
         """Lost otherwise: tf_keras models saved with optimizers of TensorFlow 2.10 and before."""
         models = [small_models.make(tf_keras, "functional") for _ in range(2)]
@@ -206,7 +206,7 @@ class AdoptTest(parameterized.TestCase):
             fit(model)
         self.assert_same_weights(models[1], models[0])
 
-    @parameterized.parameters(tf_keras.optimizers, tf_keras.optimizers.legacy)
+    @wide.some(2, tf_keras.optimizers, tf_keras.optimizers.legacy)
     def test_optimizer_of_optimizers(self, kit):
         """Lost otherwise: TensorFlow Recommenders; its `variables` fails of new optimizers."""
 

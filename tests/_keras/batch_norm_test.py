@@ -239,6 +239,7 @@ class BatchNormTest(parameterized.TestCase):
         with self.assertRaisesRegex(NotImplementedError, "experimental_use_pfor=False"):
             step(strategy.split(X[:, 0, 0]))
 
+    @pytest.mark.wide
     def test_sums_that_cross_are_few(self):
         """Else towers of Keras 3 wait for each other more often than those of tf_keras do, or what
         the kernel gives, whose variance is another, is not what one device has."""

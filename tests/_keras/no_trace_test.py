@@ -85,7 +85,7 @@ class NoTraceTest(parameterized.TestCase):
         self.addCleanup(lambda: self.assertEmpty(changed()))
         self.strategy = towerstrategy.TowerStrategy(["CPU:1", "CPU:2", "CPU:3"])
 
-    @parameterized.parameters(keras, tf_keras)
+    @wide.some(2, keras, tf_keras)
     def test_a_model_is_used_outside_of_its_scope(self, kit):
         """Else Keras is ours, for every program in the process, from the first model on; or a model
         that was made in the scope is none of the towers' outside of it."""

@@ -102,6 +102,7 @@ class SeveralBatchesTest(parameterized.TestCase):
         self.assert_as_one_device(kit, towerstrategy.TowerStrategy(DEVICES[:2], shares=[3, 1]),
                                   drop=True, change=True)
 
+    @pytest.mark.wide
     def test_one_tower(self):
         """Else what trains on a machine with four GPUs fails on one with one."""
         self.assert_as_one_device("keras", towerstrategy.TowerStrategy(DEVICES[:1]))

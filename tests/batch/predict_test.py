@@ -4,6 +4,7 @@ from unittest import mock
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 import tf_keras
 from absl.testing import parameterized
@@ -81,6 +82,7 @@ class PredictTest(parameterized.TestCase):
             model.predict(X, batch_size=3, verbose=0)
         self.assertLen(taken.call_args_list, 1)  # while the step was traced
 
+    @pytest.mark.wide
     def test_training_meanwhile(self):
         """Else a callback that trains or evaluates the model while it predicts breaks it."""
         model = on_towers(keras)

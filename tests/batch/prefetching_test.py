@@ -80,7 +80,7 @@ def places(leaf):
 class ElementTest(parameterized.TestCase):
 
     # An iterator of TensorFlow's over several devices takes a tenth of a second to be made.
-    @wide.some(3, *several())
+    @wide.some(6, *several())
     def test_same_elements(self, case):
         """Else what is prefetched has other rows, specs or row counts than what is not."""
         strategy = towerstrategy.TowerStrategy(TOWERS, "CPU:0")
@@ -280,7 +280,7 @@ class IterationTest(parameterized.TestCase):
                            input_signature=[iter(self.dataset)._type_spec])
         self.assertEqual([plain(step(iter(self.dataset))) for _ in range(2)], [6, 6])
 
-    @parameterized.parameters(False, True)
+    @wide.some(2, True, False)
     def test_failing_pipeline(self, traced):
         """Else an error of the pipeline is lost, or towers train on parts of different batches."""
         def checked(number):

@@ -123,7 +123,7 @@ class KerasTest(parameterized.TestCase):
             assert_same(results(model), wanted)
         self.assertContainsSubset({"MatMul", "TanhGrad"}, {one.type for one in operations})
 
-    @parameterized.parameters("CPU:1", "balanced")
+    @wide.some(2, "CPU:1", "balanced")
     def test_stretches_begin_when_their_tower_can(self, merge_device):
         """Lost otherwise: towers at the same time. One that is compiled together with a sum of all
         towers' gradients begins when the others have ended."""

@@ -15,6 +15,7 @@ import tf_keras
 from absl.testing import parameterized
 
 import towerstrategy
+import wide
 
 FOLLOWS_OTHERS = ("ReadVariableOp", "ResourceGather", "Placeholder", "Identity", "NoOp")
 SHAPES = ("StridedSlice", "Pack", "DynamicStitch")  # a CPU's, on any device
@@ -81,7 +82,7 @@ def called(node):
 
 class TrainingStepTest(parameterized.TestCase):
 
-    @parameterized.named_parameters(("keras", keras), ("tf_keras", tf_keras))
+    @wide.turns(("keras", keras), ("tf_keras", tf_keras))
     def test_each_operation_is_on_its_device(self, library):
         """Else one device does the others' work: the first GPU is full while the others wait."""
         strategy = towerstrategy.TowerStrategy(["CPU:1", "CPU:2", "CPU:3"], merge_device="CPU:0")
@@ -105,7 +106,7 @@ class TrainingStepTest(parameterized.TestCase):
         for owner in (0, 1, 2, "merge"):
             self.assertGreater(counts[owner], 50, f"{owner} has done nothing worth checking")
 
-    @parameterized.named_parameters(("keras", keras), ("tf_keras", tf_keras))
+    @wide.turns(("keras", keras), ("tf_keras", tf_keras))
     def test_weights_are_written_once(self, library):
         """Else each tower writes the one copy, or updates it with its own gradient."""
         strategy = towerstrategy.TowerStrategy(["CPU:1", "CPU:2", "CPU:3"], merge_device="CPU:0")

@@ -132,7 +132,7 @@ class FunctionTest(parameterized.TestCase):
                 with self.assertRaises(tf.errors.InvalidArgumentError):
                     function(strategy.split(rows))
 
-    @parameterized.parameters("the shape as it is", "behind the rows", "the rows are repeated")
+    @wide.some(3, "the shape as it is", "behind the rows", "the rows are repeated")
     def test_rows_counted_in_a_compiled_function(self, what):
         """Else a tower reshapes its rows to the shape of all, which is an error."""
         strategy, weights = strategy_of(3), tf.Variable(np.arange(24.).reshape([4, 6]) / 24)

@@ -456,6 +456,7 @@ class RowLoopsTest(parameterized.TestCase):
         """Else variables or entries of other iterations are taken for the row's own."""
         self.check(towerstrategy.TowerStrategy(DEVICES[:3]), [loss])
 
+    @pytest.mark.wide
     def test_one_that_runs_once_beside_one_that_does_not(self):
         """Else one loop makes another one slow, or its lists are taken for all rows'."""
         strategy = towerstrategy.TowerStrategy(DEVICES[:3])

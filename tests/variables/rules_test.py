@@ -74,7 +74,7 @@ class RulesTest(parameterized.TestCase):
         strategy.run(tower, (strategy.split(tf.constant([1., 5., 3.])),))
         self.assertEqual(v.numpy().tolist(), [3., 5., 1.])
 
-    @parameterized.parameters(keras, tf_keras)
+    @wide.some(2, keras, tf_keras)
     def test_a_metric(self, kit):
         """Else a metric of the largest value seen logs the sum of the towers' largest."""
         def logged(strategy):

@@ -317,7 +317,7 @@ class TrainingTest(parameterized.TestCase):
             epoch, sample=dataclasses.replace(epoch.sample, towers=(1., 1.)))
         self.assertIn(f"; bubble {epoch.bubble:.0%}\n", str(longer))
 
-    @parameterized.parameters((0.0005, 0.02, True), (0.0005, 0.001, False), (0.002, 0.1, False))
+    @wide.some(3, (0.0005, 0.02, True), (0.0005, 0.001, False), (0.002, 0.1, False))
     def test_a_step_too_short_to_measure(self, busy, step, too_short):
         """Else the first report that a user sees says that the towers are idle, of a toy."""
         model = small_model(keras, TowerStrategy(TOWERS))
