@@ -24,7 +24,7 @@ EXECUTABLE = $(or $(shell $(PYTHON) -c 'import sys; print(sys.executable)' 2>/de
 	$(shell sh .ci/pythons $(PYTHON:python%=%)),$(error no $(PYTHON) here))
 VERSION = $(shell $(EXECUTABLE) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 OF_KERAS := _keras/keras_hooks _keras/adopt _keras/batch_norm _keras/one_pass parity/parity
-CORE := batch/split merge/merge replicas/run strategy variables/variables batch/input \
+CORE := batch/split merge/merge replicas/run strategy variables/variables \
 	repository/requirements _tensorflow/tensorflow_names _keras/keras_hooks parity/parity
 CHOSEN = $(or $(TESTS:%=tests/%_test.py),$(ALL) $(LEAVES_OUT:%=--ignore=tests/%_test.py))
 

@@ -100,7 +100,7 @@ class LoopTest(parameterized.TestCase):
         tf.config.experimental.enable_tensor_float_32_execution(False)
         self.addCleanup(tf.config.experimental.enable_tensor_float_32_execution, True)
 
-    @wide.product(kit=(keras, tf_keras), train=(by_run, by_function, by_fit),
+    @wide.product(1, 1, kit=(keras, tf_keras), train=(by_run, by_function, by_fit),
                   make=(convolutions, sequence, masked, both_ways, cells))
     def test_trains_as_one_gpu(self, kit, train, make):
         """Else a loop that is right on one GPU trains something else on towers."""

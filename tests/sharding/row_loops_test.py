@@ -428,8 +428,8 @@ class RowLoopsTest(parameterized.TestCase):
             np.testing.assert_allclose(other, one, rtol=1e-12, atol=1e-12)
 
     @wide.parameters(({}, BY_ROW[1::4]), wide=[
-        ({}, BY_ROW), ({"micro_batches": 2}, BY_ROW), ({"shares": [3, 1, 2]}, BY_ROW),
-        ({"merge_device": "balanced"}, BY_ROW)])
+        ({}, BY_ROW), ({"micro_batches": 2}, BY_ROW[::3]), ({"shares": [3, 1, 2]}, BY_ROW[1::3]),
+        ({"merge_device": "balanced"}, BY_ROW[2::3])])
     def test_each_tower_runs_its_rows(self, options, losses):
         """Else they run on one device, as slowly as without a strategy, or a row counts wrongly."""
         strategy = towerstrategy.TowerStrategy(DEVICES[:3], **options)
