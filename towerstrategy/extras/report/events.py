@@ -22,12 +22,11 @@ class Events:
     def __init__(self, folder: str | os.PathLike[str], first_tower: int) -> None:
         self._folder = os.fspath(folder)
         self._first = first_tower
-        self._step = f"step_from_tower_{first_tower}" if first_tower else "step"
         self._writers: dict[str, Any] = {}
 
     def write(self, epoch: Epoch) -> None:
         """Writes an epoch's rows, and its times if a step of this epoch was sampled."""
-        step = self._step
+        step = f"step_from_tower_{self._first}" if self._first else "step"
         for index, part in enumerate(epoch.parts):
             times = {"busy_ms_a_step": part.seconds, "idle_share": part.idle}
             if part.is_stage:  # only on one machine, so the name has the tower's right number

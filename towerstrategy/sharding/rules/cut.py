@@ -19,8 +19,8 @@ from towerstrategy.sharding.spec import REPLICATED, Sharded, Size, Spec, has_kno
 def cut(op: Op, specs: Sequence[Spec], index: int) -> Plan | None:
     """The plan if input ``index`` alone is a number of rows, that of the output."""
     size = specs[index]
-    if not isinstance(size, Size) or not has_known_rows(size) or op.out_rank() is None or any(
-            isinstance(spec, Size) for spec in (*specs[:index], *specs[index + 1:])):
+    if not isinstance(size, Size) or not has_known_rows(size) or op.out_rank() is None \
+            or sum(isinstance(spec, Size) for spec in specs) > 1:
         return None
     return Plan([REPLICATED] * len(specs), [size.shards(size.at)], once=True, alone=0)
 

@@ -79,9 +79,11 @@ def unsorted_segment(op: Op, specs: Sequence[Spec]) -> Plan | None:
     """Rows in a dimension with segment numbers are reduced; rows in a later one stay apart."""
     rank = op.rank(1)
     reduction = {"Sum": "sum", "Max": "max", "Min": "min"}.get(op.type[len("UnsortedSegment"):])
-    return in_own_rows(op, specs, 1, 2, [0], into=True) or (None if rank is None else by_names(
-        op, specs, [DIMS, DIMS[:rank]], [MIXED + DIMS[rank:]],
-        Partial(reduction) if reduction else None)) or cut(op, specs, 2)
+    plan = in_own_rows(op, specs, 1, 2, [0], into=True)
+    if plan is None and rank is not None:
+        plan = by_names(op, specs, [DIMS, DIMS[:rank]], [MIXED + DIMS[rank:]],
+                        Partial(reduction) if reduction else None)
+    return plan or cut(op, specs, 2)
 
 
 @rule("ScatterNd")

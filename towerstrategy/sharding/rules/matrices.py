@@ -132,11 +132,12 @@ def diag_part(op: Op, specs: Sequence[Spec]) -> Plan | None:
         return by_equation(op, specs, "...__->...")
 
     def make(m: Any) -> Any:
-        own = m.make("SelectV2", [_diagonal(m, spec, _other_size(m, spec)), m.parts(0),
+        others = _other_size(m, spec)
+        own = m.make("SelectV2", [_diagonal(m, spec, others), m.parts(0),
                                   m.constant(0, dtype, EACH)], EACH)
         rows = m.make("Sum", [own, m.constant(1 - spec.dim, tf.int32, EACH)], EACH)
         whole = m.gathered(rows, spec.at(0), tf.TensorShape([None]))
-        size = m.make("Minimum", [m.rows(0, tf.int32), _other_size(m, spec)[0]], HOST)
+        size = m.make("Minimum", [m.rows(0, tf.int32), others[0]], HOST)
         return [m.make("Slice", [whole, m.constant([0], tf.int32, None), m.make(
             "Reshape", [size, m.constant([1], tf.int32, None)], None)], None)]
 
