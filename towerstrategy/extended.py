@@ -37,6 +37,7 @@ class Modes(threading.local):
     compiles = False  # whether XLA compiles the towers' operations
     keeps_graph = False  # whether a traced step's graph must be complete, because someone reads it
     takes_iterators = False  # whether the predict function of a Keras model takes iterators
+    batch_rows = 0  # the rows of most batches of a step, if they are known before it is traced
     adopts = False  # whether variables that are not the strategy's yet are adopted
     watch: Any = None  # the watcher (a TowerReport) of a model's training steps, if any
 
@@ -95,11 +96,12 @@ class TowerExtended(_tf.StrategyExtended):
         return self.workers is None and self.placement.compiles
 
     @contextlib.contextmanager
-    def step(self, compiles: bool = False) -> Iterator[None]:
+    def step(self, compiles: bool = False, batch_rows: int = 0) -> Iterator[None]:
         """A context for a Keras step; ``compiles``: whether XLA compiles the towers' operations."""
         optimizer = self.cpu.step(len(self.placement.towers)) if self.cpu else \
             _tf.graph_optimizer(light=False) if compiles else contextlib.nullcontext()
-        with optimizer, self.modes.within(keras_step=True, compiles=compiles):
+        with optimizer, self.modes.within(
+                keras_step=True, compiles=compiles, batch_rows=batch_rows):
             yield
 
     def call_step(self, call: Callable[[Any], Any], iterator: Any, compiles: bool,
@@ -110,7 +112,7 @@ class TowerExtended(_tf.StrategyExtended):
             call = functools.partial(measuring.step, call)
         if trained is not None and watch is not None and watch.model is trained:
             call = functools.partial(watch.step, call)
-        with self.step(compiles):
+        with self.step(compiles, getattr(iterator, "batch_rows", 0)):
             return call(iterator)
 
     # Devices and replica numbers.

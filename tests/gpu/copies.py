@@ -89,8 +89,9 @@ def copies_of(plane, event):
 
 def traced(strategy, model, data, rows, compiles=False):
     """What is copied in a step of ``rows`` a tower, but the batch, by the step's graph."""
-    with strategy.scope(), strategy.extended.step(compiles):
+    with strategy.scope():
         iterator = iter(strategy.experimental_distribute_dataset(data))
+    with strategy.scope(), strategy.extended.step(compiles, iterator.batch_rows):
         step = function_in(model.train_function).get_concrete_function(iterator)
     memories = host_memory.Memories(flat.flatten(step, [HOST]))
     return Copies([Copy(DOWN if target == HOST else UP if start == HOST else BETWEEN, size,

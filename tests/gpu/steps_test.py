@@ -196,8 +196,8 @@ class HalvesTest(parameterized.TestCase):
                        for policy in ("float32", "mixed_float16"))
         said = f"\nfloat32:{whole}\nmixed_float16:{half}"
         print(kit.__name__, said)
-        # The other GPU's kernels come, and gradients of them go.
-        self.assertBetween(whole.size(BETWEEN) / (2 * 4 * 4 * 512 * 512), .9, 1.1, said)
+        # Kernels cross to the other GPU; of their gradients the few rows that they are made of.
+        self.assertBetween(whole.size(BETWEEN) / (4 * 4 * 512 * 512), .9, 1.1, said)
         self.assertBetween(half.size(BETWEEN) / whole.size(BETWEEN), .4, .6, said)
 
 

@@ -7,7 +7,10 @@ import ast
 import fnmatch
 import functools
 import pathlib
+import subprocess
+import sys
 
+import pytest
 from absl.testing import absltest
 
 import towerstrategy
@@ -154,6 +157,14 @@ class HouseTest(absltest.TestCase):
         self.assertEmpty(packages - tests)
         for path in TESTS.rglob("*_test.py"):
             self.assertTrue(ast.get_docstring(ast.parse(path.read_text())), path)
+
+    @pytest.mark.wide
+    def test_tests_of_gpus_are_found(self):
+        """Else `make test-gpu` stops at an import, on the machines that it is for."""
+        done = subprocess.run([sys.executable, "-m", "pytest", "--collect-only", "-m", "",
+                               "--confcutdir=tests/gpu", "tests/gpu"], cwd=ROOT,
+                              capture_output=True, text=True, check=False)
+        self.assertEqual(done.returncode, 0, done.stdout)
 
 
 if __name__ == "__main__":

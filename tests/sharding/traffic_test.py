@@ -1,9 +1,16 @@
 """Which of two right ways an operation is done, by what crosses between devices."""
 
+from unittest import mock
+
+import keras
+import numpy as np
 import tensorflow as tf
+import tf_keras
 from absl.testing import absltest, parameterized
 
-from towerstrategy.sharding import propagate
+import towerstrategy
+from benchmarks import on_gpus
+from towerstrategy.sharding import propagate, traffic as traffic_lib
 from towerstrategy.sharding.layout import Nested
 from towerstrategy.sharding.spec import REPLICATED, SUM, Sharded
 from towerstrategy.sharding.traffic import Traffic
@@ -100,6 +107,49 @@ class TrafficTest(parameterized.TestCase):
                  for operation in layout.order}
         self.assertEqual([specs["RealDiv"], specs["BroadcastTo"], specs["Reshape"]],
                          [Sharded(0), REPLICATED, REPLICATED])
+
+
+class BatchRowsTest(parameterized.TestCase):
+    """Else rows are guessed: a wide layer's gradient crosses where fewer rows would do."""
+
+    def setUp(self):
+        super().setUp()
+        self.strategy = towerstrategy.TowerStrategy(towerstrategy.split_cpu(8)[:2])
+        choose, self.rows = traffic_lib.of_strategy, set()
+
+        def of_strategy(*args, **kwargs):
+            chosen = choose(*args, **kwargs)
+            self.rows.add(chosen.rows)
+            return chosen
+
+        self.enter_context(mock.patch.object(traffic_lib, "of_strategy", of_strategy))
+
+    @parameterized.product(kit=(keras, tf_keras), data=("arrays", "dataset", "changed"))
+    def test_in_fit(self, kit, data):
+        x = np.ones([30, 4], "float32")
+        with self.strategy.scope():
+            model = kit.Sequential([kit.layers.Dense(1)])
+            model.compile("sgd", "mse")
+        if data == "arrays":
+            model.fit(x, x[:, :1], batch_size=12, verbose=0)
+        else:
+            batches = tf.data.Dataset.from_tensor_slices((x, x[:, :1])).batch(12).prefetch(1)
+            model.fit(batches if data == "dataset" else batches.map(lambda x, y: (x, y)),
+                      verbose=0)
+        self.assertEqual(self.rows, {12})
+
+    def test_where_rows_cross(self):
+        """Else the host computes the gradients of GPUs, which takes a hundred times as long."""
+        towers = on_gpus.towers(2)
+        with on_gpus.tracing():
+            crossings = [traffic_lib.of_strategy(towerstrategy.TowerStrategy(towers, merge), 8)
+                         .crossings for merge in ("balanced", towers[1], "cpu")]
+        self.assertEqual(crossings, [2, 2, 0])
+
+    def test_in_a_function(self):
+        total = self.strategy.function(tf.reduce_sum)
+        total(self.strategy.split(tf.ones([9, 2])))
+        self.assertEqual(self.rows, {9})
 
 
 if __name__ == "__main__":

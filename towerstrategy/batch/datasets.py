@@ -40,6 +40,23 @@ def split_dataset(dataset: tf.data.Dataset, towers: int, ready: int = READY,
                         open_rows=open_rows)
 
 
+def batch_rows(dataset: tf.data.Dataset) -> int:
+    """A dataset's batch size, from its last ``batch``; 0 if unknown, as in a ``tf.function``."""
+    inputs = [dataset] if tf.executing_eagerly() else []
+    while inputs:
+        size = _tf.batch_size(inputs[0])
+        if size is not None:
+            return size
+        inputs = _tf.inputs_of_dataset(inputs[0])
+    return 0
+
+
+def note_batch_rows(dataset: Any, adapter: Any) -> None:
+    """Notes the batch size that one of Keras' data adapters was given, for arrays say."""
+    if isinstance(dataset, TowerDataset):
+        dataset.batch_rows = dataset.batch_rows or getattr(adapter, "_batch_size", None) or 0
+
+
 def _batch_numbers(dataset: Any) -> list[int] | None:
     """For each component, the number of the batch that it belongs to; None if there is only one.
 
@@ -165,6 +182,7 @@ class TowerDataset(tf.distribute.DistributedDataset):
     they are split.  With ``open_rows``, functions are traced for any number of rows.
     """
 
+    batch_rows = 0  # the rows of most batches, if they are known
     fetch = prefetching.Fetch()  # where to prefetch the towers' parts of elements
     # Measures the steps of Python loops: ``between`` is called where a step ends and the next one
     # begins, ``end_of_loop`` when an iterator is deleted.
@@ -183,7 +201,8 @@ class TowerDataset(tf.distribute.DistributedDataset):
     def map(self, map_func: Callable[..., Nest]) -> TowerDataset:
         """The dataset of batches that ``map_func`` has changed; Keras applies class weights so."""
         mapped = self._mapped(map_func)
-        mapped.fetch, mapped.watcher = self.fetch, self.watcher
+        mapped.fetch, mapped.watcher, mapped.batch_rows = (
+            self.fetch, self.watcher, self.batch_rows)
         return mapped
 
     def prefetch(self, buffer_size: Any) -> TowerDataset:
@@ -221,6 +240,7 @@ class TowerDataset(tf.distribute.DistributedDataset):
             iterator.__class__ = iterators.TowerIterator
             iterator.row_count = row_count
         iterator._open_rows, iterator.agreement = self._open_rows, self._agreement
+        iterator.batch_rows = self.batch_rows
         if self.watcher is not None:
             iterator._between = self.watcher.between
             weakref.finalize(iterator, self.watcher.end_of_loop)

@@ -119,6 +119,7 @@ class Inputs:
         else:
             split = datasets_lib.split_dataset(dataset, self._towers, ready, self._cuts())
         split.fetch, split.watcher = fetch, self.measuring
+        split.batch_rows = datasets_lib.batch_rows(dataset)
         return split
 
     def from_function(self, dataset_fn: Callable[..., Any], options: Any,

@@ -91,7 +91,8 @@ class _Once(contexts.Call):
                                if leaf.graph is self._graph]
         graph = tf.compat.v1.get_default_graph()
         _tf.hand_on_functions(self._graph, graph)
-        layout = per_tower.layout(self.contract, traffic.of_strategy(self._strategy, None))
+        layout = per_tower.layout(self.contract, traffic.of_strategy(
+            self._strategy, None, in_run=True))
         towers = step.towers_of(self._strategy, graph, lambda *_: None)
         partition = replica.ReplicaPartition(towers)
         values = partition.run(layout, per_tower.inputs(towers))

@@ -120,8 +120,9 @@ class Function:
         inside = tf.distribute.get_strategy() is self._strategy
         with contextlib.nullcontext() if inside else self._strategy.extended.bare_scope(
                 self._strategy):
-            self._error = None
-            result = method(function)(*args, **kwargs)
+            self._error, modes = None, self._strategy.extended.modes
+            with modes.within(batch_rows=_batch_rows((args, kwargs))):
+                result = method(function)(*args, **kwargs)
             if self._error is not None:
                 raise self._error
             return result
@@ -193,6 +194,15 @@ def _sharded_arguments(bound: Mapping[str, Any], any_rows: bool) -> dict[str, An
         return sub_batches.with_open_rows(copy.copy(leaf), any_rows)
 
     return {name: tf.nest.map_structure(argument, value) for name, value in bound.items()}
+
+
+def _batch_rows(arguments: Any) -> int:
+    """The rows of the batch among a call's arguments; 0 if they are known only in a graph."""
+    if tf.executing_eagerly():
+        for leaf in tf.nest.flatten(arguments):
+            if isinstance(leaf, sub_batches.SubBatches):
+                return sum(sub_batches.row_counts(leaf))
+    return 0
 
 
 def _has_rows_of(leaf: sub_batches.SubBatches, first: sub_batches.SubBatches) -> bool:

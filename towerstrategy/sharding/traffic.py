@@ -43,14 +43,15 @@ class Traffic:
     """The facts about a step by which plans are chosen.
 
     Attributes:
-      towers: the number of towers; 0 keeps each plan of the table.
+      crossings: how often a sum's bytes cross: once from each tower; with several workers twice,
+        by an all-reduce.  0 keeps each plan of the table.
       rows: the approximate number of rows of a batch.
       shared: whether the towers share their cores, so that sharded work is no faster.
       kinds: the types of the towers' devices.
       replicas: the number of towers of all workers; 0 keeps rows that a step makes on one device.
     """
 
-    towers: int = 0
+    crossings: int = 0
     rows: int = 0
     shared: bool = False
     kinds: frozenset[str] = frozenset({"CPU"})
@@ -62,20 +63,20 @@ class Traffic:
 
     def cheaper(self, operation: Op, plan: Plan, specs: list[Spec]) -> Plan:
         """``plan``, or a plan that moves fewer bytes."""
-        if not self.towers or plan.make is not None or not plan.gives \
+        if not self.crossings or plan.make is not None or not plan.gives \
                 or any(isinstance(spec, ListOf) for spec in specs):
             return plan
         if plan.gives == [SUM]:
             part = bytes_of(operation.outputs[0], REPLICATED)
             cheap = part > LARGEST_KEPT and 0 < 2 * self._rows(
-                operation.inputs, specs) < self.towers * part
+                operation.inputs, specs) < self.crossings * part
             return registry.once(operation) if cheap else plan
         if not self.shared or REPLICATED not in plan.takes or plan.near is not None \
                 or not all(isinstance(spec, Sharded) and of_batch(spec) for spec in plan.gives):
             return plan
         whole = max(bytes_of(tensor, spec) for tensor, spec in zip(operation.inputs, plan.takes)
                     if spec == REPLICATED)
-        if whole <= LARGEST_KEPT or (self.towers - 1) * whole <= 2 * (self._rows(
+        if whole <= LARGEST_KEPT or (self.crossings - 1) * whole <= 2 * (self._rows(
                 operation.inputs, specs) + self._rows(operation.outputs, plan.gives)):
             return plan
         return dataclasses.replace(registry.once(operation), gives=plan.gives, whole=plan.whole)
@@ -89,18 +90,32 @@ class Traffic:
 ANY = Traffic()  # keeps each plan of the table
 
 
-def of_strategy(strategy: Any, known_rows: int | None) -> Traffic:
-    """The :class:`Traffic` of a strategy's steps.
+def rows_of_tower(placement: Any) -> int:
+    """A guess of a tower's number of rows; 0 if rows never cross in place of sums.
 
-    It keeps the table's plans if all micro-batches' rows would be held, or rows cross machines.
+    For micro-batches all rows would be held; and the host would compute for GPUs.
     """
-    placement, count = strategy.extended.placement, len(strategy.extended.worker_devices)
-    workers, micro_batches = strategy.extended.workers, placement.micro_batches
-    replicas = workers.replicas if workers else count
-    if workers is not None or micro_batches > 1 or placement.rows:
-        return Traffic(kinds=placement.kinds, replicas=replicas)
-    guess = count * (ROWS if placement.on_cpu else MANY_ROWS)
-    return Traffic(count, known_rows or guess, placement.on_cpu, placement.kinds, replicas)
+    by_a_tower = placement.balanced or placement.merge in placement.towers
+    if placement.micro_batches > 1 or placement.rows or not (by_a_tower or placement.on_cpu):
+        return 0
+    return ROWS if placement.on_cpu else MANY_ROWS
+
+
+def of_strategy(strategy: Any, known_rows: int | None, in_run: bool = False) -> Traffic:
+    """The :class:`Traffic` of a strategy's steps; ``in_run``: of a function of ``strategy.run``.
+
+    With several workers, these must choose the same plans, so what they choose by is what they
+    agreed on at their start.
+    """
+    extended = strategy.extended
+    placement, workers, count = extended.placement, extended.workers, len(extended.worker_devices)
+    known = extended.modes.batch_rows
+    if workers is None:
+        guess = rows_of_tower(placement) * count
+        return Traffic(count if guess else 0, known_rows or known or guess, placement.on_cpu,
+                       placement.kinds, count)
+    guess = 0 if in_run else workers.rows  # in `run`, a worker has the sum of its own towers
+    return Traffic(2 if guess else 0, known or guess, False, placement.kinds, workers.replicas)
 
 
 def gather_early(layout: Layout) -> None:

@@ -56,8 +56,8 @@ HOOKS: dict[tuple[Any, str], hooks.Hook] = {
         "knows distributed datasets by the module of TensorFlow's own class"),
     (tf_trainer.TFEpochIterator, "__init__"): hooks.Hook(
         training.epoch_iterator_init,
-        "does not say whether it lives longer than an epoch; Python takes predict's batches from "
-        "it"),
+        "does not say whether it lives longer than an epoch, nor its batch size; Python takes "
+        "predict's batches from it"),
     (names.TRAINER, "_make_function"): hooks.Hook(
         training.make_function,
         "takes unsplit data in train_on_batch and test_on_batch, and does not adopt variables that "

@@ -56,16 +56,20 @@ def is_tf_dataset(original: Callable[..., Any], x: Any) -> bool:
 
 def epoch_iterator_init(original: Callable[..., Any], self: Any, distribute_strategy: Any = None,
                         *args: Any, **kwargs: Any) -> None:
-    """The hook for ``TFEpochIterator.__init__``: predict steps take their batches themselves."""
+    """The hook for ``TFEpochIterator.__init__``: predict steps take their batches themselves.
+
+    And a training step is partitioned for batches of Keras' ``batch_size``.
+    """
     if not kind.is_tower_strategy(distribute_strategy):
         return original(self, distribute_strategy, *args, **kwargs)
     with distribute_strategy.extended.modes.within(kept=kwargs.get("steps_per_epoch") is not None):
         original(self, distribute_strategy, *args, **kwargs)
+    dataset = self._distributed_dataset
+    datasets_lib.note_batch_rows(dataset, self.data_adapter)
     predicting = "y" not in kwargs  # all methods but Model.predict pass labels, or None
-    if isinstance(self._distributed_dataset, datasets_lib.TowerDataset) and predicting \
+    if isinstance(dataset, datasets_lib.TowerDataset) and predicting \
             and self.steps_per_execution == 1:
-        self._distributed_dataset = _ReadByStep(self._distributed_dataset,
-                                             distribute_strategy.extended.modes)
+        self._distributed_dataset = _ReadByStep(dataset, distribute_strategy.extended.modes)
 
 
 class _ReadByStep:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from tf_keras.src import callbacks, losses as keras_losses
-from tf_keras.src.engine import base_layer, training
+from tf_keras.src.engine import base_layer, data_adapter, training
 from tf_keras.src.layers.rnn import gru_lstm_utils
 from tf_keras.src.mixed_precision import loss_scale_optimizer
 from tf_keras.src.optimizers import optimizer as new_optimizer
@@ -55,6 +55,9 @@ HOOKS: dict[tuple[Any, str], hooks.Hook] = {
     (gru_lstm_utils, "generate_defun_backend"): hooks.Hook(
         recurrent.generate_defun_backend,
         "leaves cuDNN to TensorFlow's graph optimizer, which finds no calls in a partitioned step"),
+    (data_adapter.DataHandler, "_configure_dataset_and_inferred_steps"): hooks.Hook(
+        training_lib.configure_dataset,
+        "does not say what batch size a dataset made of arrays has"),
     (training.Model, "compile"): hooks.Hook(
         training_lib.compile,
         "does not adopt a model that is compiled in the scope"),

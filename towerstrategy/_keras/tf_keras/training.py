@@ -15,6 +15,7 @@ from tf_keras.src import callbacks as keras_callbacks
 from towerstrategy import _tensorflow as _tf
 from towerstrategy._keras import adopting, callbacks, hooks
 from towerstrategy._keras.tf_keras import names
+from towerstrategy.batch import datasets as datasets_lib
 from towerstrategy.placement import kind
 
 # tf_keras' compile checks that all variables are the strategy's.
@@ -36,6 +37,12 @@ def _one_copy_of_means(next_creator: Callable[..., Any], **kwargs: Any) -> Any:
     if kwargs.get("aggregation") == tf.VariableAggregation.MEAN:
         kwargs["synchronization"] = tf.VariableSynchronization.ON_WRITE
     return next_creator(**kwargs)
+
+
+def configure_dataset(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
+    """The hook for ``DataHandler``: steps are partitioned for batches of Keras' ``batch_size``."""
+    original(self, *args, **kwargs)
+    datasets_lib.note_batch_rows(self._dataset, self._adapter)
 
 
 def set_attribute(original: Callable[..., Any], self: Any, name: str, value: Any) -> None:

@@ -18,6 +18,7 @@ from towerstrategy import _tensorflow as _tf
 from towerstrategy.batch import rows as rows_lib
 from towerstrategy.extras.machines import clusters
 from towerstrategy.placement import devices as devices_lib, homes as homes_lib
+from towerstrategy.sharding import traffic
 
 # Seconds for all workers to start, if communication_options sets no timeout.
 START = 600.
@@ -47,6 +48,7 @@ class Machines:
       first: the number of this worker's first tower among the towers of all workers.
       here: the positions of this worker's towers among them.
       replicas: how many towers all workers have.
+      rows: a guess of a batch's number of rows; 0 if some worker has micro-batches.
       units: the shares of all towers; None if all are equal.
 
     Raises:
@@ -62,22 +64,28 @@ class Machines:
         self.is_chief = self.index == 0
         self.towers, self._device = len(placement.towers), placement.merge
         self._launcher = _tf.CollectiveLauncher(self._device, self.count, options)
-        gathered = self._start(options, placement.shares_from)
+        gathered = self._start(options, placement)
         # TensorFlow gathers in an order of its own; these are the positions of the workers' parts.
         self._order = sorted(range(self.count), key=lambda position: gathered[position][0])
-        _, self.towers_of, digests = map(list, zip(*sorted(gathered)))
+        _, self.towers_of, rows, digests = map(list, zip(*sorted(gathered)))
         self._check_same_arguments(digests, placement.shares_from)
         self.first = sum(self.towers_of[:self.index])
         self.here = slice(self.first, self.first + self.towers)
         self.replicas = sum(self.towers_of)
+        self.rows = min(rows) * self.replicas
         shares = tf.constant(placement.shares or (1.,) * self.towers, tf.float64)
         self.units = rows_lib.units_of(self.gather_rows([shares])[0].numpy().tolist())
         self._agree_on_seed()
 
-    def _start(self, options: Any, shares_from: str) -> list[list[int]]:
-        """Waits for all workers; returns each one's index, towers and digest of its arguments."""
-        digest = zlib.crc32(repr((self.cluster.tasks, shares_from)).encode())
-        local = tf.constant([[self.index, self.towers, digest]], tf.int64)
+    def _start(self, options: Any, placement: devices_lib.Placement) -> list[list[int]]:
+        """Waits for all workers.
+
+        Returns:
+          Each worker's index, towers, a tower's rows, and the digest of its arguments.
+        """
+        digest = zlib.crc32(repr((self.cluster.tasks, placement.shares_from)).encode())
+        local = tf.constant([[self.index, self.towers, traffic.rows_of_tower(placement), digest]],
+                            tf.int64)
         seconds = getattr(options, "timeout_seconds", None) or START
         try:
             gathered = self._launcher.all_gather(local, _tf.Options(timeout_seconds=seconds))

@@ -132,6 +132,10 @@ class Agreement(NamedTuple):
     def _workers(self) -> collectives.Machines:
         return collectives.MADE[self.number]
 
+    def same_on_all(self, number: int) -> int:
+        """Worker 0's number; 0 in a graph, as this is decided before anything runs."""
+        return int(self._workers.chiefs([number])[0]) if tf.executing_eagerly() else 0
+
     def batch(self, iterator: Any) -> Nest:
         """The next element; raises at the end of the data of all workers."""
         exists, rows, local = self._take(iterator)
@@ -209,7 +213,9 @@ class WorkersDataset(datasets_lib.TowerDataset):
     def __iter__(self) -> Any:
         if self.watcher is not None and tf.executing_eagerly():
             self.watcher.agree()
-        return super().__iter__()
+        iterator = super().__iter__()
+        iterator.batch_rows = self._agreement.same_on_all(self.batch_rows)
+        return iterator
 
     def _layout(self, spec: Nest) -> prefetching.Layout:
         return prefetching.Layout(spec, [prefetching.HOST, prefetching.HOST, *prefetching.owners_of(
