@@ -281,7 +281,7 @@ class FitTest(_Leaves):
             model.fit(dataset, callbacks=[callback], verbose=0)
         model.fit(x, y, batch_size=8, verbose=0)
 
-    @wide.product(kit=[keras, tf_keras], value=[np.nan, np.inf])
+    @wide.product(0, kit=[keras, tf_keras], value=[np.nan, np.inf])
     def test_numbers_that_are_none(self, kit, value):
         """Else NaN in one tower's rows is hidden, or stops a training that one device goes on."""
         results = []

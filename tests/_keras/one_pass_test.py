@@ -4,6 +4,7 @@ import contextlib
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 import tf_keras
 from absl.testing import parameterized
@@ -175,6 +176,7 @@ class UpdateTest(parameterized.TestCase):
                 found, trained(KITS[kit], KERNELS["momentum"], None, **options)[0])
             self.assertEmpty(kernels(operations))
 
+    @pytest.mark.wide
     def test_a_momentum_that_is_switched_off(self):
         """Else the kernel writes slots that Keras leaves as they are until it is on again."""
         results = []

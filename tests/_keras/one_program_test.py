@@ -132,6 +132,7 @@ class OneProgramTest(parameterized.TestCase):
             make(KITS[kit]).fit(X, Y, batch_size=9, verbose=0)
         self.assertLen(around, 2)  # the step's, and its trace's
 
+    @pytest.mark.wide
     def test_what_a_step_asks_of_an_optimizer_that_it_builds(self):
         """Else a step that makes variables is traced once: an own step's loss scale never falls."""
         class Scaled(keras.Sequential):
@@ -215,7 +216,7 @@ class OneProgramTest(parameterized.TestCase):
         for got, wanted in zip(fitted(towers()), fitted(None), strict=True):
             np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6)
 
-    @wide.product(kit=list(KITS), of=["own moments", "half", "a tensor for training"])
+    @wide.product(0, kit=list(KITS), of=["own moments", "half", "a tensor for training"])
     def test_batch_norm_as_keras_has_it(self, kit, of):
         """Else a kernel takes the place of what a user's layer does, or fails."""
         def make(kit):
@@ -240,6 +241,16 @@ class OneProgramTest(parameterized.TestCase):
                                   got, wanted)
         else:
             self.assert_as_one_device(kit, make)
+
+    @parameterized.parameters(2, 3)
+    def test_inputs_with_a_batch_size(self, towers):
+        """Else tf_keras refuses a model for 8 rows on 3 towers, and on 2 makes it for 4."""
+        with towerstrategy.TowerStrategy(DEVICES[:towers]).scope():
+            inputs = tf_keras.Input([3], batch_size=8)
+            model = tf_keras.Model(inputs, tf_keras.layers.Dense(1)(inputs))
+            model.compile("sgd", "mse")
+        self.assertEqual(inputs.shape, [8, 3])
+        model.fit(np.ones([16, 3]), np.ones([16, 1]), batch_size=8, verbose=0)
 
     def test_outputs_that_depend_on_training(self):
         """Else metrics are made for what a model predicts, and count something else in ``fit``."""

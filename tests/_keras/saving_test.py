@@ -138,8 +138,7 @@ class SavingTest(parameterized.TestCase):
         return [{"kit": kit_name, "kind": kind, "path": file, "how": how, "layers": layers,
                  "expected": f"{path}.npy"} for file, how in files.items()]
 
-    @wide.parameters((keras, "functional"),
-                     wide=[(tf_keras, "functional"), (keras, "subclassed")])
+    @wide.parameters(wide=[(keras, "functional"), (tf_keras, "functional"), (keras, "subclassed")])
     def test_no_nesting_over_rounds(self, kit, kind):
         """Lost otherwise: a model that grows by a layer of wrapping with each save and load."""
         folder = self.enter_context(tempfile.TemporaryDirectory())

@@ -97,6 +97,7 @@ class SeveralBatchesTest(parameterized.TestCase):
         self.assertEmpty(strategy.extended.done_with_all_rows)
 
     @IN_TURN
+    @pytest.mark.wide
     def test_of_known_sizes_and_unequal_shares(self, kit):
         """Else the sizes of `drop_remainder` are taken for those of single examples."""
         self.assert_as_one_device(kit, towerstrategy.TowerStrategy(DEVICES[:2], shares=[3, 1]),

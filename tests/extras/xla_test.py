@@ -231,6 +231,7 @@ class KerasTest(parameterized.TestCase):
         self.assertEqual({one.device[-5:] for one in operations}, {"CPU:1"})
 
     @IN_TURN
+    @pytest.mark.wide
     def test_what_xla_does_not_have_stays_outside(self, kit):
         """Lost otherwise: a model with one layer that XLA cannot compile, or word of it."""
         class Host(kit.layers.Layer):

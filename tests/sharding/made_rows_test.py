@@ -75,7 +75,7 @@ PROGRAMS = {
 
 class MadeRowsTest(parameterized.TestCase):
 
-    @wide.some(3, *PROGRAMS)
+    @wide.some(2, *PROGRAMS)
     def test_same_as_one_device(self, program):
         """Else a GAN of a tutorial, with its batch size in the noise's shape, learns otherwise."""
 

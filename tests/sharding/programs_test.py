@@ -78,7 +78,7 @@ class ProgramsTest(parameterized.TestCase):
         """Else a program is right until rows are dealt otherwise, or variables live elsewhere."""
         self.check(name, towerstrategy.TowerStrategy(DEVICES[:2], **options))
 
-    @wide.parameters("in_batch_negatives", wide=["first_set_in_a_loop", "triplet_hard"])
+    @wide.parameters(wide=["in_batch_negatives", "first_set_in_a_loop", "triplet_hard"])
     def test_compiled(self, name):
         """Else a slice of all rows fails with XLA on several CPU towers."""
         self.check(name, towerstrategy.TowerStrategy(DEVICES[:2]), jit_compile=True)

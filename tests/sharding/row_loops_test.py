@@ -427,7 +427,7 @@ class RowLoopsTest(parameterized.TestCase):
         for one, other in zip(expected, given, strict=True):
             np.testing.assert_allclose(other, one, rtol=1e-12, atol=1e-12)
 
-    @wide.parameters(({}, BY_ROW[1::4]), wide=[
+    @wide.parameters(({}, BY_ROW[1::8]), wide=[
         ({}, BY_ROW), ({"micro_batches": 2}, BY_ROW[::3]), ({"shares": [3, 1, 2]}, BY_ROW[1::3]),
         ({"merge_device": "balanced"}, BY_ROW[2::3])])
     def test_each_tower_runs_its_rows(self, options, losses):

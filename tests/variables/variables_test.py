@@ -224,7 +224,15 @@ class MergedWriteTest(parameterized.TestCase):
 
         strategy.function(started_anew)(rows)
         self.assertEqual(total.numpy(), 9.)
-        self.assertEqual(handles, [["CPU:1", "CPU:1", "CPU:2"]])
+        self.assertEqual(handles, [["CPU:1", "CPU:1"]])
+
+    def test_a_step_of_all_rows_counts_the_first_value_once(self):
+        """Else a metric whose state starts at 1 has another 1 of each tower."""
+        strategy = two_towers()
+        total = made(strategy, 1., synchronization=Sync.ON_READ, aggregation=Aggregation.SUM)
+        strategy.function(lambda x: total.assign_add(tf.reduce_sum(x)).value())(
+            strategy.split(tf.constant([2., 3., 4.])))
+        self.assertEqual(total.numpy(), 10.)
 
     def test_a_step_of_all_rows_that_was_traced_before_towers_wrote(self):
         """Else it misses what the towers count from then on, or cannot start anew."""

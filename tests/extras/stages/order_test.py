@@ -85,8 +85,8 @@ class OrderTest(parameterized.TestCase):
         ends = [name for name in nodes.ops if "end_of_micro_batch" in name]
         self.assertLen(ends, 3)
 
-    @wide.parameters((keras, False, ["CPU:1"]), (tf_keras, True, ["CPU:1", "CPU:2"]),
-                     wide=[(keras, True, ["CPU:1"])])
+    @wide.parameters((keras, False, ["CPU:1"]), wide=[
+        (tf_keras, True, ["CPU:1", "CPU:2"]), (keras, True, ["CPU:1"])])
     def test_backward_before_the_next_forward(self, kit, trace_once, towers):
         """Else all micro-batches run at once, and a batch that does not fit is not made to."""
         strategy = TowerStrategy(towers, micro_batches=3)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from tf_keras.src import callbacks, losses as keras_losses
+from tf_keras.src.distribute import distributed_training_utils
 from tf_keras.src.engine import base_layer, data_adapter, training
 from tf_keras.src.layers.rnn import gru_lstm_utils
 from tf_keras.src.mixed_precision import loss_scale_optimizer
@@ -58,6 +59,9 @@ HOOKS: dict[tuple[Any, str], hooks.Hook] = {
     (data_adapter.DataHandler, "_configure_dataset_and_inferred_steps"): hooks.Hook(
         training_lib.configure_dataset,
         "does not say what batch size a dataset made of arrays has"),
+    (distributed_training_utils, "global_batch_size_supported"): hooks.Hook(
+        training_lib.divides_batch_sizes,
+        "makes inputs with a batch size for a replica's part of it; the step has all rows"),
     (training.Model, "compile"): hooks.Hook(
         training_lib.compile,
         "does not adopt a model that is compiled in the scope"),

@@ -39,6 +39,11 @@ def _one_copy_of_means(next_creator: Callable[..., Any], **kwargs: Any) -> Any:
     return next_creator(**kwargs)
 
 
+def divides_batch_sizes(original: Callable[..., Any], strategy: Any) -> bool:
+    """The hook for ``global_batch_size_supported``, by which input layers divide batch sizes."""
+    return not kind.is_tower_strategy(strategy) and original(strategy)
+
+
 def configure_dataset(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
     """The hook for ``DataHandler``: steps are partitioned for batches of Keras' ``batch_size``."""
     original(self, *args, **kwargs)
