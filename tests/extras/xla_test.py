@@ -247,6 +247,45 @@ class KerasTest(parameterized.TestCase):
         self.assertRegex("\n".join(logs.output), "AsString .*host.*XLA does not have it")
 
 
+class FunctionTest(parameterized.TestCase):
+
+    def results(self, function):
+        """What two steps return that call compiled functions, and the weights; and the step."""
+        kernel, steps = tf.Variable(tf.ones([3, 4])), tf.Variable(0.)
+
+        @tf.function(jit_compile=True)
+        def hidden(x):
+            return tf.tanh(x @ kernel)
+
+        @tf.function(jit_compile=True)
+        def counted(x):
+            steps.assign_add(1.)
+            return x * steps
+
+        @function
+        def step(x):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(hidden(x) ** 2)
+            kernel.assign_sub(tape.gradient(loss, kernel))
+            return loss, hidden(x), counted(x)
+
+        return step, lambda x: [*step(x), *step(x), kernel, steps]
+
+    def test_that_a_step_calls(self):
+        """Lost otherwise: the user's XLA in a step, which cannot read a weight of another device;
+        and what TensorFlow has no kernel for, such as Keras' Conv3D with groups."""
+        strategy = towers(3)
+        with strategy.scope():
+            step, results = self.results(strategy.function)
+        for one, other in zip(self.results(tf.function)[1](ROWS), results(strategy.split(ROWS))):
+            np.testing.assert_allclose(other, one, rtol=1e-5)
+        graph = step.get_concrete_function(strategy.split(ROWS)).graph.as_graph_def()
+        nodes = [*graph.node, *(node for each in graph.library.function for node in each.node_def)]
+        compiled = collections.Counter(
+            node.device[-5:] for node in nodes if node.attr["_XlaMustCompile"].b)
+        self.assertEqual(compiled, dict.fromkeys(["CPU:1", "CPU:2", "CPU:3"], 3))
+
+
 class RunTest(parameterized.TestCase):
 
     def setUp(self):

@@ -9,7 +9,7 @@ import copy
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -61,8 +61,10 @@ def trace(fn: Callable[..., Any], specs: Sequence[Any], name: str) -> Any:
 
     Its captures are eager tensors or tensors of the function that is being traced.
     """
-    return func_graph_lib.func_graph_from_py_func(
+    graph = func_graph_lib.func_graph_from_py_func(
         name, fn, list(specs), {}, add_control_dependencies=True)
+    _read_outside(graph)
+    return graph
 
 
 def body_of(graph: tf.Graph, name: str, arguments: Sequence[Any] | None = None) -> Any:
@@ -144,6 +146,73 @@ def is_compiled(call: tf.Operation) -> bool:
     """Whether XLA is to compile the function that ``call`` calls."""
     attributes = call.node_def.attr
     return "_XlaMustCompile" in attributes and bool(attributes["_XlaMustCompile"].b)
+
+
+def _read_outside(graph: Any) -> None:
+    """Gives functions that XLA compiles the values of the variables that they read, as inputs.
+
+    XLA cannot read a variable of another device.  Functions that do anything else to a resource,
+    or have a state or an effect, stay as they are.
+    """
+    calls = [each for each in graph.get_operations() if functions.is_call(each.type)]
+    for call in filter(is_compiled, calls):
+        handles = {index for index, tensor in enumerate(call.inputs) if tensor.dtype == tf.resource}
+        definition = copy.deepcopy(functions.function_definition(
+            graph, functions.called_function(call)))
+        if handles and definition is not None and _takes_values(definition, handles):
+            _call_instead(call, definition, handles)
+
+
+def _takes_values(definition: Any, handles: Iterable[int]) -> bool:
+    """Changes a definition to take values in place of ``handles``; False if it cannot."""
+    arguments = definition.signature.input_arg
+    parameters = {arguments[index].name: arguments[index] for index in handles}
+    renamed, was_read = {}, set()
+    for node in definition.node_def:
+        if node.op == "ReadVariableOp" and node.input[0] in parameters:
+            parameters[node.input[0]].type = node.attr["T"].type = node.attr.pop("dtype").type
+            node.op = "Identity"
+            renamed[f"{node.name}:value:0"] = f"{node.name}:output:0"
+            was_read.add(node.input[0])
+        elif op_def(node.op) is None or op_def(node.op).is_stateful \
+                or not parameters.keys().isdisjoint(node.input):
+            return False
+    for node in definition.node_def:
+        node.input[:] = [renamed.get(name, name) for name in node.input]
+    for key, name in definition.ret.items():
+        definition.ret[key] = renamed.get(name, name)
+    definition.signature.is_stateful = False
+    return was_read == parameters.keys()
+
+
+def _call_instead(call: tf.Operation, definition: Any, handles: Iterable[int]) -> None:
+    """Calls the changed definition; the outputs of this call replace those of ``call``."""
+    graph, inputs = call.graph, list(call.inputs)
+    with graph.as_default(), tf.device(None):
+        for index in handles:
+            dtype = tf.as_dtype(definition.signature.input_arg[index].type)
+            with tf.control_dependencies(call.control_inputs):
+                inputs[index] = tf.raw_ops.ReadVariableOp(resource=inputs[index], dtype=dtype)
+        definition.signature.name = new_name(definition.signature.name)
+        name = add_function(graph, _graph_of(definition, graph, inputs))
+        attributes = {key: value for key, value in call.node_def.attr.items()
+                      if key not in ("Tin", "_read_only_resource_inputs", "_output_shapes")}
+        attributes["f"].func.name = name
+        attributes["Tin"] = tf.compat.v1.AttrValue(list=tf.compat.v1.AttrValue.ListValue(
+            type=[tensor.dtype.as_datatype_enum for tensor in inputs]))
+        with tf.control_dependencies(call.control_inputs), tf.device(call.device):
+            made = graph.create_op("PartitionedCall", inputs, [
+                output.dtype for output in call.outputs], attrs=attributes)
+    for old, new in zip(call.outputs, made.outputs):
+        new.set_shape(old.shape)
+        graphs.copy_handle_data(old, new)
+        for consumer in old.consumers():
+            for index, tensor in enumerate(consumer.inputs):
+                if tensor is old:
+                    graphs.set_input(consumer, index, new)
+        graph.outputs = [new if output is old else output for output in graph.outputs]
+    for waiting in call._control_outputs:
+        graphs.add_control_input(waiting, made)
 
 
 _BY_EACH = "_towers"
