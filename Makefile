@@ -28,18 +28,15 @@ CORE := batch/split merge/merge replicas/run strategy variables/variables \
 	repository/requirements _tensorflow/tensorflow_names _keras/keras_hooks parity/parity
 CHOSEN = $(or $(TESTS:%=tests/%_test.py),$(ALL) $(LEAVES_OUT:%=--ignore=tests/%_test.py))
 
-# pip does it with one process, which is half of the time that it takes. Tests of others do not run.
-COMPILE := python -m compileall -qq -j 0 -x "/(tests|pip|setuptools)/"
-
 .PHONY: demo test tests test-all lint test-parity test-slow test-peers test-gpu test-libraries test-tf test-oldest test-python \
 	test-pythons bench bench-jax docs docs-versions test-site release-check clean
 
+# Without pip's compiling, a third of its time: Python compiles what is imported, a third of all.
 $(VENV)/%.installed: setup.cfg setup.py
 	@echo "Installing [$*] into $(VENV), once: a minute or two, TensorFlow is large."
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --no-compile -e ".[$*]"
-	$(BIN)/$(COMPILE) $(VENV)
 	touch $@
 
 $(TF_VENV)/test.installed: setup.cfg setup.py
@@ -53,7 +50,6 @@ $(TF_VENV)/test.installed: setup.cfg setup.py
 	test -x .venv-python$*/bin/python || $(EXECUTABLE) -m venv .venv-python$*
 	.venv-python$*/bin/python -m pip install --quiet --upgrade pip
 	.venv-python$*/bin/python -m pip install --no-compile -e ".[test]"
-	.venv-python$*/bin/$(COMPILE) .venv-python$*
 	touch $@
 
 # Orbit alone out of tf-models-official, which asks for another TensorFlow and for much else.
