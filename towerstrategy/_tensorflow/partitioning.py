@@ -179,7 +179,7 @@ def _takes_values(definition: Any, handles: Iterable[int]) -> bool:
             return False
     for node in definition.node_def:
         node.input[:] = [renamed.get(name, name) for name in node.input]
-    for key, name in definition.ret.items():
+    for key, name in dict(definition.ret).items():
         definition.ret[key] = renamed.get(name, name)
     definition.signature.is_stateful = False
     return was_read == parameters.keys()
@@ -307,7 +307,7 @@ def called_body(call: tf.Operation, kinds: frozenset[str]) -> Any:
         constants[definition.signature.input_arg[index].name] = f"{node.name}:output:0"
     for node in definition.node_def:
         node.input[:] = [constants.get(name, name) for name in node.input]
-    for key, name in definition.ret.items():
+    for key, name in dict(definition.ret).items():
         definition.ret[key] = constants.get(name, name)
     return _graph_of(definition, call.graph, call.inputs)
 
