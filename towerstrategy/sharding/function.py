@@ -120,8 +120,9 @@ class Function:
         inside = tf.distribute.get_strategy() is self._strategy
         with contextlib.nullcontext() if inside else self._strategy.extended.bare_scope(
                 self._strategy):
-            self._error, modes = None, self._strategy.extended.modes
-            with modes.within(batch_rows=_batch_rows((args, kwargs))):
+            self._error, extended = None, self._strategy.extended
+            rows = _batch_rows((args, kwargs), extended.workers is None)
+            with extended.modes.within(batch_rows=rows):
                 result = method(function)(*args, **kwargs)
             if self._error is not None:
                 raise self._error
@@ -196,11 +197,14 @@ def _sharded_arguments(bound: Mapping[str, Any], any_rows: bool) -> dict[str, An
     return {name: tf.nest.map_structure(argument, value) for name, value in bound.items()}
 
 
-def _batch_rows(arguments: Any) -> int:
-    """The rows of the batch among a call's arguments; 0 if they are known only in a graph."""
+def _batch_rows(arguments: Any, has_all: bool) -> int:
+    """The rows of the batch among a call's arguments; 0 if unknown here, or to other workers.
+
+    ``has_all``: whether this worker has all rows.
+    """
     if tf.executing_eagerly():
         for leaf in tf.nest.flatten(arguments):
-            if isinstance(leaf, sub_batches.SubBatches):
+            if isinstance(leaf, sub_batches.SubBatches) and (has_all or leaf.rows is not None):
                 return sum(sub_batches.row_counts(leaf))
     return 0
 

@@ -85,7 +85,8 @@ class TowerLocalVariable(_tf.SyncOnReadVariable):
         graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
         if not self._towers_wrote:
             self._some_steps_do_not_merge = True
-            self._count_first_value_once()
+            if self._is_total and self._has_parts:
+                self._count_first_value_once()
         elif graph not in self._merged_in:
             self._merge()
             if graph is not None:
@@ -94,8 +95,7 @@ class TowerLocalVariable(_tf.SyncOnReadVariable):
     def _count_first_value_once(self) -> None:
         """Gives a SUM variable the first value of one device, not of each tower."""
         with tf.init_scope():
-            if self._is_total and self._has_parts and tf.executing_eagerly() \
-                    and self._values[0].is_initialized():
+            if tf.executing_eagerly() and self._values[0].is_initialized():
                 self.spread(self._values[0].value())
                 self._has_parts = False
 
