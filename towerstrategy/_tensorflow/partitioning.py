@@ -9,7 +9,7 @@ import copy
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -127,6 +127,14 @@ def source_of(tensor: tf.Tensor) -> tf.Tensor:
     return source if found or index is None else source_of(source.op.inputs[1 + index])
 
 
+def _rename(definition: Any, names: Mapping[str, str]) -> None:
+    """Replaces the names of tensors that a function's operations take, and that it returns."""
+    for node in definition.node_def:
+        node.input[:] = [names.get(name, name) for name in node.input]
+    for key, name in dict(definition.ret).items():  # a copy: protobuf's map may skip entries
+        definition.ret[key] = names.get(name, name)
+
+
 def _graph_of(definition: Any, graph: tf.Graph, arguments: Sequence[Any] | None) -> Any:
     """A graph from a function's definition, which changes; it calls the functions of ``graph``."""
     shapes = None
@@ -177,10 +185,7 @@ def _takes_values(definition: Any, handles: Iterable[int]) -> bool:
         elif op_def(node.op) is None or op_def(node.op).is_stateful \
                 or not parameters.keys().isdisjoint(node.input):
             return False
-    for node in definition.node_def:
-        node.input[:] = [renamed.get(name, name) for name in node.input]
-    for key, name in dict(definition.ret).items():
-        definition.ret[key] = renamed.get(name, name)
+    _rename(definition, renamed)
     definition.signature.is_stateful = False
     return was_read == parameters.keys()
 
@@ -305,10 +310,7 @@ def called_body(call: tf.Operation, kinds: frozenset[str]) -> Any:
         node.attr["dtype"].type = call.inputs[index].dtype.as_datatype_enum
         node.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(value, call.inputs[index].dtype))
         constants[definition.signature.input_arg[index].name] = f"{node.name}:output:0"
-    for node in definition.node_def:
-        node.input[:] = [constants.get(name, name) for name in node.input]
-    for key, name in dict(definition.ret).items():
-        definition.ret[key] = constants.get(name, name)
+    _rename(definition, constants)
     return _graph_of(definition, call.graph, call.inputs)
 
 
