@@ -165,9 +165,9 @@ def _read_outside(graph: Any) -> None:
     calls = [each for each in graph.get_operations() if functions.is_call(each.type)]
     for call in filter(is_compiled, calls):
         handles = {index for index, tensor in enumerate(call.inputs) if tensor.dtype == tf.resource}
-        definition = copy.deepcopy(functions.function_definition(
-            graph, functions.called_function(call)))
-        if handles and definition is not None and _takes_values(definition, handles):
+        definition = handles and copy.deepcopy(
+            functions.function_definition(graph, functions.called_function(call)))
+        if definition and _takes_values(definition, handles):
             _call_instead(call, definition, handles)
 
 
