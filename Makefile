@@ -14,9 +14,9 @@ TF_VENV := .venv-tf-$(TF)$(KERAS:%=-keras-%)
 # Not what is the same on all of them: benchmarks, documents, examples, packaging.
 LEAVES_OUT := benchmarks/benchmarks repository/digits_example repository/doctest \
 	repository/packaging repository/readme
-# Two processes, in each a file's tests one after another: what a file makes once is made once. The
-# files are taken in the order that tests/conftest.py gives them.
-PYTEST := -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# Three processes, as two leave a sixth of two cores idle, in each a file's tests one after another:
+# what a file makes once is made once. The files are taken in tests/conftest.py's order.
+PYTEST := -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 ALL := -m "not rest"
 
 # What `make test-python PYTHON=python3.13` makes, and what runs on the oldest and newest of them.
@@ -28,7 +28,10 @@ CORE := batch/split merge/merge replicas/run strategy variables/variables \
 	repository/requirements _tensorflow/tensorflow_names _keras/keras_hooks parity/parity
 CHOSEN = $(or $(TESTS:%=tests/%_test.py),$(ALL) $(LEAVES_OUT:%=--ignore=tests/%_test.py))
 
-.PHONY: demo test tests test-all lint test-parity test-slow test-peers test-gpu test-libraries test-tf test-oldest test-python \
+# Else each process would compile all that it imports again: 10 s of CPU time.
+unexport PYTHONDONTWRITEBYTECODE
+
+.PHONY: demo test tests compiled test-all lint test-parity test-slow test-peers test-gpu test-libraries test-tf test-oldest test-python \
 	test-pythons bench bench-jax docs docs-versions test-site release-check clean
 
 # Without pip's compiling, a third of its time: Python compiles what is imported, a third of all.
@@ -72,7 +75,12 @@ demo: $(VENV)/demo.installed
 	$(RUN) examples/digits.py
 
 test: $(VENV)/test.installed
-	$(MAKE) --no-print-directory --jobs 2 lint tests
+	$(MAKE) --no-print-directory --jobs 2 lint compiled
+	$(MAKE) --no-print-directory tests
+
+# Once, not in each of the first processes.
+compiled: $(VENV)/test.installed
+	$(RUN) -c "import tensorflow, keras, tf_keras"
 
 tests: $(VENV)/test.installed
 	$(RUN) $(PYTEST)

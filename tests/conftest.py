@@ -10,7 +10,7 @@ os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")
 
 # The mean seconds of a test on two idle cores, by the chosen marks; wrong for a few files alone.
 SECONDS, FEW = {"not wide": 0.2, "wide and not rest": 1.1}, 300
-# The slowest files run first: if they ran last, one of two processes would wait for the other.
+# The slowest files run first: if they ran last, the other processes would wait for them.
 FIRST = ("rules_proof_test.py", "parity_test.py")
 
 
