@@ -153,4 +153,6 @@ def along_the_last_axis(op: Op, specs: Sequence[Spec]) -> Plan | None:
 @rule("SoftmaxCrossEntropyWithLogits")
 def cross_entropy(op: Op, specs: Sequence[Spec]) -> Plan | None:
     """Logits and labels are broadcast against each other."""
+    if op.outputs[0].shape[:1] == [1]:  # of one row of labels and unknown logits TensorFlow says so
+        return None
     return by_names(op, specs, [range(1)] * 2, [range(1)], gathers=True)
