@@ -180,6 +180,13 @@ class DevicesTest(parameterized.TestCase):
             strategy.reduce("SUM", strategy.experimental_distribute_values_from_function(
                 lambda context: np.array([str(context.replica_id_in_sync_group)])), axis=None)
 
+    def test_run_steps_on_iterator(self):
+        """Else the error of a program of the first API does not say what to write instead."""
+        strategy = two_towers()
+        with self.assertRaisesRegex(NotImplementedError, "call strategy.run in a loop"):
+            strategy.extended.experimental_run_steps_on_iterator(
+                lambda context, x: x, iter(()), iterations=2)
+
     def test_update_with_values_that_differ(self):
         """Else one tower's value is written and the others' are lost in silence."""
         strategy = two_towers()

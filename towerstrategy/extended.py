@@ -273,6 +273,12 @@ class TowerExtended(_tf.StrategyExtended):
         return datasets_lib.RestartableIterator(
             self._distribute_datasets_from_function(input_fn, None))
 
+    def _experimental_run_steps_on_iterator(self, *args: Any, **kwargs: Any) -> Any:
+        del args, kwargs
+        raise NotImplementedError(
+            "TowerStrategy has no extended.experimental_run_steps_on_iterator, of tf.distribute's "
+            "first API: call strategy.run in a loop, in a tf.function.")
+
     def _experimental_distribute_values_from_function(self, value_fn: Callable[..., Any]) -> Any:
         arguments.check_outside("values are distributed to all towers")
         arguments.check_function("value_fn", value_fn)
