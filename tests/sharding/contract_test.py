@@ -96,6 +96,8 @@ RIGHT = {
         penalty(w)),
     "penalty_by_replicas": lambda s, w, x, y: tf.reduce_sum(squares(w, x, y)) / 8 + penalty(
         w) / s.num_replicas_in_sync,
+    "penalty_on_all_by_replicas": lambda s, w, x, y: (tf.reduce_sum(squares(w, x, y)) / 8
+        * s.num_replicas_in_sync + penalty(w)) / s.num_replicas_in_sync,
     "two_parts": lambda s, w, x, y: tf.reduce_sum(squares(w, x, y)) / 8 + s.scale_loss(
         tf.reduce_mean(squares(w, x + 1, y))),
     "times_zero": lambda s, w, x, y: mean_squared(w, x, y) + 0. * (
@@ -174,6 +176,10 @@ WRONG = {
                                                 + tf.reduce_mean(squares(w, x, y))),
     "statistics": lambda s, w, x, y: mean_squared(w, x - tf.reduce_mean(x, 0), y),
     "root_of_sum": lambda s, w, x, y: tf.sqrt(tf.reduce_sum(squares(w, x, y))),
+    "square_of_sum_by_replicas": lambda s, w, x, y: (
+        1. + tf.reduce_sum(squares(w, x, y)) / 8) ** 2 / s.num_replicas_in_sync,
+    "ratio_by_replicas": lambda s, w, x, y: (1. - (2. * tf.reduce_sum(x @ w[0] @ w[1] * y) + 1.) / (
+        tf.reduce_sum(x @ w[0] @ w[1] + y) + 1.)) / s.num_replicas_in_sync,
     "order": lambda s, w, x, y: mean_squared(w, tf.sort(x, 0), y),
     "mean_behind_loop": lambda s, w, x, y: tf.reduce_mean(recurrent(w, x, y)),
     "mean_in_branch": lambda s, w, x, y: in_branch(w, lambda: tf.reduce_mean(squares(w, x, y))),

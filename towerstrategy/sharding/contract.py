@@ -158,8 +158,10 @@ class Contract:
         if all(state == SAME for state in states):
             draws = _tf.is_stateful(operation.type) and not Op(operation).handles
             return [UNKNOWN if draws else SAME] * count
-        found = self._outputs_of(operation, states)
-        wrong = _unknown_one(states)
+        found, wrong = self._outputs_of(operation, states), _unknown_one(states)
+        if wrong is not None and not scaling.is_linear_in(
+                operation, [at for at, state in enumerate(states) if state != SAME]):
+            wrong = wrong._replace(divided="")
         return found if wrong is None else [wrong._replace(
             spec=_unknown(tensor).spec if state.spec == REPLICATED else state.spec)
             for tensor, state in zip(operation.outputs, found)]

@@ -111,6 +111,11 @@ def is_linear(operation: tf.Operation, index: int) -> bool:
     return operation.type not in _NOT_ADDITIVE and degree(operation, index) == 1
 
 
+def is_linear_in(operation: tf.Operation, indices: Sequence[int]) -> bool:
+    """Whether the outputs are linear in these inputs together, while the others stay the same."""
+    return operation.type in ADDITIVE or len(indices) == 1 and is_linear(operation, indices[0])
+
+
 def degree(operation: tf.Operation, index: int) -> int | None:
     """The power to which input ``index`` scales the outputs; None if there is none."""
     if _INVERSE.get(operation.type) == index:
