@@ -74,6 +74,22 @@ class OrderTest(parameterized.TestCase):
         self.assertEqual([round(float(both(self.strategy.split(X)))) for _ in range(CALLS)],
                          [*range(CALLS)])
 
+    @parameterized.parameters("constant", "cast", "group")
+    def test_a_write_that_waits(self, waits_by):
+        """Else a failed step is counted; so is the end of data, for tf_keras' legacy optimizers."""
+        count = self.counts
+
+        def step(x):
+            total = tf.reduce_sum(tf.debugging.check_numerics(x, "a bad row"))
+            with tf.control_dependencies([tf.group(total) if waits_by == "group" else total]):
+                count.assign_add(tf.cast(np.ones(9), tf.float32) if waits_by == "cast"
+                                 else np.ones(9, np.float32))
+            return total
+
+        with self.assertRaisesRegex(tf.errors.InvalidArgumentError, "a bad row"):
+            self.strategy.function(step)(self.strategy.split(X * np.nan))
+        np.testing.assert_array_equal(count, np.zeros(9))
+
 
 if __name__ == "__main__":
     absltest.main()

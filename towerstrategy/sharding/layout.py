@@ -110,6 +110,7 @@ def needed_in_order(graph: Any) -> list[Op]:
     inputs = {tensor.op.name for tensor in graph.inputs}
     known = {operation.name: Op(operation, notes) for operation in graph.get_operations()
              if operation.name not in inputs}
+    _move_controls(known.values())
     effects = [operation for operation in known.values() if operation.has_effect]
     roots = [*(operation.name for operation in effects if not operation.writes_variables),
              *(tensor.op.name for tensor in graph.outputs),
@@ -126,6 +127,21 @@ def needed_in_order(graph: Any) -> list[Op]:
             done.add(name)
             stack.append((known[name], iter([*known[name].before, *known[name].controls])))
     return order
+
+
+def _move_controls(operations: Iterable[Op]) -> None:
+    """Lets operations wait for what their constants wait for; towers make constants at any time.
+
+    Under ``tf.control_dependencies`` TensorFlow lets ``v.assign_add(1)`` wait by its constant.  So
+    do groups (``NoOp``), which have no inputs, either.
+    """
+    moved: dict[str, list[str]] = {}  # from these operations
+    for operation in operations:
+        if moved and (waits := [name for before in (*operation.before, *operation.controls)
+                                for name in moved.get(before, ())]):
+            operation.controls = sorted({*operation.controls, *waits} - moved.keys())
+        if operation.controls and not (operation.inputs or operation.is_stateful):
+            moved[operation.name], operation.controls = operation.controls, []
 
 
 def are_read(condition: Any, body: Any) -> list[bool]:

@@ -76,9 +76,8 @@ class Op:
                         if tensor.dtype == tf.resource]
         self.is_call = _tf.is_call(self.type)
         self.is_stateful = _tf.is_stateful(self.type)
-        keeps_controls = self.inputs or self.is_stateful  # a constant need not wait for anything
-        self.controls = sorted([control.name for control in operation.control_inputs]
-                               if keeps_controls else [])
+        controls = operation.control_inputs
+        self.controls = sorted([control.name for control in controls]) if controls else []
         self.has_effect = (self.is_stateful or bool(self.handles)) and _tf.has_effect(operation)
 
     def pass_by(self, passed: Mapping[str, Op]) -> None:
