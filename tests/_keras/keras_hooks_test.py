@@ -64,7 +64,7 @@ class HooksTest(parameterized.TestCase):
     @parameterized.parameters(keras3_hooks, tf_keras_hooks)
     def test_few(self, tables):
         """Else each Keras release breaks more, as before a step was one program."""
-        self.assertLessEqual(len(tables.HOOKS), 15)
+        self.assertLessEqual(len(tables.HOOKS), 17)
 
     @parameterized.parameters(keras, tf_keras)
     def test_layers_without_an_init_are_made(self, kit):

@@ -22,7 +22,8 @@ def optimizers(kit):
     made = [kit.optimizers.SGD(0.1, momentum=0.9), kit.optimizers.Adam(clipnorm=0.1)]
     if kit is tf_keras:
         return [*made, kit.optimizers.legacy.Adam(0.1),
-                kit.mixed_precision.LossScaleOptimizer(kit.optimizers.SGD(0.1))]
+                kit.mixed_precision.LossScaleOptimizer(kit.optimizers.SGD(0.1)),
+                kit.mixed_precision.LossScaleOptimizer(kit.optimizers.legacy.SGD(0.1))]
     return [*made, kit.optimizers.Adam(gradient_accumulation_steps=2),
             kit.optimizers.LossScaleOptimizer(kit.optimizers.SGD(0.1))]
 
@@ -90,10 +91,22 @@ class OutsideTest(parameterized.TestCase):
 
     def test_loss_scaling(self):
         """Else a loss scaled for mixed precision is unscaled by another number."""
-        for kit, number in (keras, 2), (keras, 3), (tf_keras, 3):
+        for kit, number in (keras, 2), (keras, 3), (tf_keras, 3), (tf_keras, 4):
             got = trained(kit, number, strategy_of(3), True)
             for one, other in zip(got, trained(kit, number, None, True)):
                 np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-7)
+
+    @parameterized.parameters(False, True)
+    def test_metrics_that_are_called(self, in_function):
+        """Else what is counted outside of towers, or by an eager model, counts R times."""
+        strategy = strategy_of(3)
+        with strategy.scope():
+            total, parts = tf_keras.metrics.Sum(), tf_keras.metrics.Sum()
+            call = tf.function(total) if in_function else total
+            self.assertEqual(float(call(tf.constant([100., 1.]))), 101.)
+            self.assertEqual(float(call(tf.constant([2.]), sample_weight=tf.constant([3.]))), 107.)
+            parts(strategy.split(tf.constant([1., 2., 3., 4.])))
+        self.assertEqual([float(total.result()), float(parts.result())], [107., 10.])
 
     @parameterized.parameters(keras, tf_keras)
     def test_gradients_of_towers_are_refused(self, kit):

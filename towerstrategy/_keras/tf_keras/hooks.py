@@ -38,6 +38,7 @@ HOOKS: dict[tuple[Any, str], hooks.Hook] = {
         optimizers.apply_gradients,
         "clips and decays each replica's gradients; they have to be merged first")
        for cls in (new_optimizer.Optimizer, optimizer_v2.OptimizerV2,
+                   loss_scale_optimizer.LossScaleOptimizer,
                    loss_scale_optimizer.LossScaleOptimizerV3)},
     (new_optimizer.Optimizer, "_distributed_apply_gradients_fn"): hooks.Hook(
         optimizers.distributed_apply,
@@ -59,6 +60,9 @@ HOOKS: dict[tuple[Any, str], hooks.Hook] = {
     (data_adapter.DataHandler, "_configure_dataset_and_inferred_steps"): hooks.Hook(
         training_lib.configure_dataset,
         "does not say what batch size a dataset made of arrays has"),
+    (distributed_training_utils, "call_replica_local_fn"): hooks.Hook(
+        training_lib.call_on_all_rows,
+        "calls a metric on each replica, with all rows; their sum counts them R times"),
     (distributed_training_utils, "global_batch_size_supported"): hooks.Hook(
         training_lib.divides_batch_sizes,
         "makes inputs with a batch size for a replica's part of it; the step has all rows"),

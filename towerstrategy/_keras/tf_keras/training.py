@@ -12,7 +12,7 @@ from typing import Any
 import tensorflow as tf
 from tf_keras.src import callbacks as keras_callbacks
 
-from towerstrategy import _tensorflow as _tf
+from towerstrategy import _tensorflow as _tf, contexts
 from towerstrategy._keras import adopting, callbacks, hooks
 from towerstrategy._keras.tf_keras import names
 from towerstrategy.batch import datasets as datasets_lib
@@ -42,6 +42,18 @@ def _one_copy_of_means(next_creator: Callable[..., Any], **kwargs: Any) -> Any:
 def divides_batch_sizes(original: Callable[..., Any], strategy: Any) -> bool:
     """The hook for ``global_batch_size_supported``, by which input layers divide batch sizes."""
     return not kind.is_tower_strategy(strategy) and original(strategy)
+
+
+def call_on_all_rows(original: Callable[..., Any], fn: Callable[..., Any], *args: Any,
+                     **kwargs: Any) -> Any:
+    """The hook for ``call_replica_local_fn``: a metric that is called outside counts rows once."""
+    strategy = contexts.outside_of_towers()
+    if strategy is None or any(
+            isinstance(leaf, tf.distribute.DistributedValues) and not isinstance(leaf, tf.Variable)
+            for leaf in tf.nest.flatten((args, kwargs))):
+        return original(fn, *args, **kwargs)
+    with contexts.OneReplicaContext(strategy):
+        return fn(*args, **kwargs)
 
 
 def configure_dataset(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
