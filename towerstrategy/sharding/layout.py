@@ -130,18 +130,23 @@ def needed_in_order(graph: Any) -> list[Op]:
 
 
 def _move_controls(operations: Iterable[Op]) -> None:
-    """Lets operations wait for what their constants wait for; towers make constants at any time.
+    """Lets effects wait for what the constants that they are made of wait for, and for groups.
 
-    Under ``tf.control_dependencies`` TensorFlow lets ``v.assign_add(1)`` wait by its constant.  So
-    do groups (``NoOp``), which have no inputs, either.
+    Under ``tf.control_dependencies`` TensorFlow lets ``v.assign_add(1)`` wait by its constant, but
+    towers make constants, and groups (``NoOp``), which have no inputs either, at any time.
     """
-    moved: dict[str, list[str]] = {}  # from these operations
+    waits: dict[str, set[str]] = {}  # what others should wait for that use these operations
     for operation in operations:
-        if moved and (waits := [name for before in (*operation.before, *operation.controls)
-                                for name in moved.get(before, ())]):
-            operation.controls = sorted({*operation.controls, *waits} - moved.keys())
-        if operation.controls and not (operation.inputs or operation.is_stateful):
-            moved[operation.name], operation.controls = operation.controls, []
+        found = {name for before in (*operation.before, *operation.controls)
+                 for name in waits.get(before, ())} if waits else set[str]()
+        found.difference_update(operation.before)
+        if not (operation.inputs or operation.is_stateful):
+            found.update(operation.controls)
+            operation.controls = []
+        if operation.has_effect:
+            operation.controls = sorted({*operation.controls, *found})
+        elif found:
+            waits[operation.name] = found
 
 
 def are_read(condition: Any, body: Any) -> list[bool]:
