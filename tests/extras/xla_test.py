@@ -232,23 +232,6 @@ class KerasTest(parameterized.TestCase):
 
     @IN_TURN
     @pytest.mark.wide
-    def test_operations_on_constants(self, kit):
-        """Lost otherwise: causal masks and transposes on CPU towers, of which TensorFlow fails."""
-        class Masked(kit.layers.Layer):
-            def call(self, x):
-                order = tf.math.invert_permutation([1, 0])
-                rows = tf.transpose(tf.tanh(tf.transpose(x, order)), order)
-                mask = tf.linalg.band_part(tf.ones([3, 5]), -1, 0)
-                return tf.tanh(rows[:, :, None] * mask)[:, :, 0]
-
-        def layers():
-            return [dense(kit, 3), Masked(), dense(kit, 1)]
-
-        wanted = results(model_of(kit, layers, None, False))
-        assert_same(results(model_of(kit, layers, towers(), True)), wanted)
-
-    @IN_TURN
-    @pytest.mark.wide
     def test_what_xla_does_not_have_stays_outside(self, kit):
         """Lost otherwise: a model with one layer that XLA cannot compile, or word of it."""
         class Host(kit.layers.Layer):

@@ -50,9 +50,6 @@ class Xla:
         operations = graph.get_operations() if operations is None else list(operations)
         for operation in operations:
             kind = self._devices.get(operation.device)
-            if kind == "CPU" and operation.inputs and all(
-                    tensor.op.type == "Const" for tensor in operation.inputs):
-                continue  # TensorFlow would fold it to a constant on CPU:0, a second CPU
             if kind is None or _is_small(operation):
                 small += [operation] if kind else []
                 continue
