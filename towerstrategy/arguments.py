@@ -72,7 +72,8 @@ def merging(strategy: tf.distribute.Strategy, value: Any, axis: Any, axes: Seque
                  f"{names.short_name(placement.towers[tower])} is "
                  + (f"{part.dtype.name} {part.shape}" if tf.is_tensor(part)
                     else refused.shown(part))
-                 for path, leaf in _tf.flatten_with_paths({"value": value}) if _is_per_replica(leaf)
+                 for path, leaf in _tf.flatten_with_paths({"value": value})
+                 if _tf.is_per_replica(leaf)
                  for tower, part in enumerate(leaf.values)]
         if not parts:
             raise
@@ -119,7 +120,7 @@ def check_sharded(strategy: tf.distribute.Strategy, bound: dict[str, Any]) -> No
                 "but must be a batch: a function made by strategy.function is written for one "
                 "device, which takes no part of a batch. Give it next(iterator), or each batch of "
                 "a loop, in eager code or in a tf.function around it.")
-        if _is_per_replica(leaf) and any(tf.TensorShape(getattr(part, "shape", ())).rank == 0
+        if _tf.is_per_replica(leaf) and any(tf.TensorShape(getattr(part, "shape", ())).rank == 0
                                          for part in leaf.values):
             raise ValueError(
                 f"{path} has a scalar for each tower, but must have rows, or be the same for all "
@@ -142,18 +143,14 @@ def _check_parts(strategy: tf.distribute.Strategy, arguments: dict[str, Any]) ->
     """Raises ``ValueError`` if a per-replica value lacks a tower's part: rows would be lost."""
     count = len(strategy.extended.worker_devices)
     leaves = tf.nest.flatten(arguments)
-    if all(len(leaf.values) == count for leaf in leaves if _is_per_replica(leaf)):
+    if all(len(leaf.values) == count for leaf in leaves if _tf.is_per_replica(leaf)):
         return
     for path, leaf in _tf.flatten_with_paths(arguments):
-        if _is_per_replica(leaf) and len(leaf.values) != count:
+        if _tf.is_per_replica(leaf) and len(leaf.values) != count:
             raise ValueError(
                 f"{path} has a part for each of {len(leaf.values)} towers, but {strategy!r} has "
                 f"{count}: it was split, distributed or returned by another strategy. Use this "
                 "strategy's split or experimental_distribute_dataset.")
-
-
-def _is_per_replica(leaf: Any) -> bool:
-    return isinstance(leaf, tf.distribute.DistributedValues) and not _tf.is_variable(leaf)
 
 
 def check_stage(strategy: Any, index: Any) -> None:

@@ -75,6 +75,11 @@ def is_variable(value: Any) -> bool:
     return isinstance(value, (tf.Variable, DistributedVariable))
 
 
+def is_per_replica(value: Any) -> bool:
+    """Whether ``value`` has a value for each replica, and is no variable."""
+    return isinstance(value, tf.distribute.DistributedValues) and not is_variable(value)
+
+
 def is_unread_variable(value: Any) -> bool:
     """Whether ``value`` was returned by a write to a plain variable inside a function."""
     return isinstance(value, resource_variable_ops._UnreadVariable)

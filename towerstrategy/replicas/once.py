@@ -213,7 +213,7 @@ class _Once(contexts.Call):
 
     def _enter(self, leaf: Any) -> Any:
         """Replaces a per-replica value by tensors that have each tower's part."""
-        if not isinstance(leaf, tf.distribute.DistributedValues) or _tf.is_variable(leaf):
+        if not _tf.is_per_replica(leaf):
             return leaf
         first = leaf.values[0]
         if all(part is first for part in leaf.values):

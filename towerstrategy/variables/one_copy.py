@@ -126,8 +126,7 @@ class TowerVariable(_tf.ResourceVariable):
         """
         tower = contexts.writer_of(self)
         if tower is None:
-            per_replica = next((leaf for leaf in tf.nest.flatten(value) if isinstance(
-                leaf, tf.distribute.DistributedValues) and not _tf.is_variable(leaf)), None)
+            per_replica = next(filter(_tf.is_per_replica, tf.nest.flatten(value)), None)
             if per_replica is None:
                 return plain(value)
             if isinstance(per_replica, _tf.Mirrored):

@@ -48,9 +48,7 @@ def call_on_all_rows(original: Callable[..., Any], fn: Callable[..., Any], *args
                      **kwargs: Any) -> Any:
     """The hook for ``call_replica_local_fn``: a metric that is called outside counts rows once."""
     strategy = contexts.outside_of_towers()
-    if strategy is None or any(
-            isinstance(leaf, tf.distribute.DistributedValues) and not isinstance(leaf, tf.Variable)
-            for leaf in tf.nest.flatten((args, kwargs))):
+    if strategy is None or any(map(_tf.is_per_replica, tf.nest.flatten((args, kwargs)))):
         return original(fn, *args, **kwargs)
     with contexts.OneReplicaContext(strategy):
         return fn(*args, **kwargs)
