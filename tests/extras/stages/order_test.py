@@ -11,7 +11,9 @@ import tf_keras
 from absl.testing import absltest, parameterized
 
 import wide
+from tests.placement.placement_test import function_in
 from towerstrategy import TowerStrategy
+from towerstrategy.batch import prefetching
 from towerstrategy.extras.stages import order
 
 SCOPE = re.compile(r"tower_(\d+)_CPU_\d+")
@@ -70,8 +72,8 @@ def traced(strategy, fn, *batch):
 
 class OrderTest(parameterized.TestCase):
 
-    @parameterized.parameters(keras, tf_keras)
-    def test_one_round_in_fit(self, kit):
+    @parameterized.product(kit=[keras, tf_keras], way=["run", "fit", "prefetched"])
+    def test_one_round_in_fit(self, kit, way):
         """Else micro-batches wait for one another halfway, and all of them hold activations."""
         strategy = TowerStrategy(["CPU:1"], micro_batches=4)
         with strategy.scope():
@@ -79,9 +81,18 @@ class OrderTest(parameterized.TestCase):
                 kit.layers.Conv2D(3, 3, activation="relu") for _ in range(3)),
                 kit.layers.GlobalAveragePooling2D(), kit.layers.Dense(1)])
             model.compile("sgd", "mse")
-        with strategy.extended.step():
-            nodes = traced(strategy, lambda *rows: model.train_step(rows),
-                           tf.zeros([12, 8, 8, 2]), tf.zeros([12, 1]))
+        batch = tf.zeros([12, 8, 8, 2]), tf.zeros([12, 1])
+        with strategy.scope(), strategy.extended.step():
+            if way == "run":
+                nodes = traced(strategy, lambda *rows: model.train_step(rows), *batch)
+            else:
+                data = tf.data.Dataset.from_tensor_slices(batch).batch(12)
+                model.fit(data, verbose=0, shuffle=False)
+                distributed = strategy.experimental_distribute_dataset(data)
+                if way == "prefetched":  # as for GPUs
+                    distributed.fetch = prefetching.Fetch(("CPU:1",) * 4, "CPU:0")
+                nodes = Nodes(function_in(model.train_function).get_concrete_function(
+                    iter(distributed)))
         ends = [name for name in nodes.ops if "end_of_micro_batch" in name]
         self.assertLen(ends, 3)
 

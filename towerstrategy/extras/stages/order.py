@@ -165,19 +165,22 @@ class _Traced:
 
 
 def _synced_inputs(traced: _Traced, owners: Mapping[str, int]) -> set[str]:
-    """The replicas' operations before sync points that need neither variables nor state."""
-    stateless: set[str] = set()  # operations that need only the inputs of the step
+    """The replicas' operations before sync points that need only the inputs of the step."""
+    inputs: set[str] = set()  # operations that need only these, and neither variables nor state
     shared: set[str] = set()  # operations of no replica that need one of a replica
     for name in traced.in_order():
-        operation, waits = traced.operations[name], traced.waits[name]
-        if not operation.op_def.is_stateful and waits <= stateless \
-                and not any(tensor.dtype == tf.resource for tensor in operation.inputs):
-            stateless.add(name)
-        if name not in owners and any(other in owners or other in shared for other in waits):
+        operation = traced.operations[name]
+        reads, writes = _tf.touched_resources(operation)
+        # What only writes and belongs to no replica takes a batch from an iterator.
+        if inputs.issuperset(tensor.op.name for tensor in operation.inputs) \
+                and reads <= writes and not (writes and name in owners):
+            inputs.add(name)
+        if name not in owners and any(
+                other in owners or other in shared for other in traced.waits[name]):
             shared.add(name)
     return owners.keys() & traced.with_ancestors(
         other for name in owners for other in traced.waits[name]
-        if other in shared and other in stateless)
+        if other in shared and other in inputs)
 
 
 def _legs(traced: _Traced, owners: Mapping[str, int],
