@@ -15,7 +15,6 @@ from tf_keras.src.engine import base_layer, data_adapter, training
 from tf_keras.src.layers.rnn import gru_lstm_utils
 from tf_keras.src.mixed_precision import loss_scale_optimizer
 from tf_keras.src.optimizers import optimizer as new_optimizer
-from tf_keras.src.optimizers.legacy import optimizer_v2
 from tf_keras.src.utils import losses_utils
 
 from towerstrategy._keras import batch_norm, hooks, optimizers as optimizers_rules, stages
@@ -37,9 +36,7 @@ HOOKS: dict[tuple[Any, str], hooks.Hook] = {
     **{(cls, "apply_gradients"): hooks.Hook(
         optimizers.apply_gradients,
         "clips and decays each replica's gradients; they have to be merged first")
-       for cls in (new_optimizer.Optimizer, optimizer_v2.OptimizerV2,
-                   loss_scale_optimizer.LossScaleOptimizer,
-                   loss_scale_optimizer.LossScaleOptimizerV3)},
+       for cls in names.OPTIMIZERS},
     (new_optimizer.Optimizer, "_distributed_apply_gradients_fn"): hooks.Hook(
         optimizers.distributed_apply,
         "makes a dozen operations and passes over memory per variable, even if there is a kernel"),
