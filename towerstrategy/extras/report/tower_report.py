@@ -144,6 +144,7 @@ class TowerReport(Callback):
                     self._print(epoch.brief)
         self._printed = len(self.epochs)
 
+
 def _check(picture: Any, log_dir: Any, most: Any, print_fn: Any) -> None:
     """Raises now for arguments that would fail during a training, or after it."""
     for name, path, what in (("picture", picture, "PNG file"), ("log_dir", log_dir, "folder")):
