@@ -5,6 +5,7 @@ import warnings
 import keras
 import numpy as np
 import tensorflow as tf
+import tf_keras
 from absl.testing import absltest, parameterized
 
 import towerstrategy
@@ -274,6 +275,23 @@ class ContractTest(parameterized.TestCase):
                 with self.assertRaisesRegex(Exception, "mean over the tower's rows"):
                     train_step(strategy.split((X, Y)))
         np.testing.assert_array_equal(weights[0], WEIGHTS[0])
+
+    def test_a_legacy_optimizer_that_scales_the_loss(self):
+        """Else nothing is said of a mean in half precision with tf_keras' old optimizers."""
+        strategy = towerstrategy.TowerStrategy(DEVICES[:3])
+        with strategy.scope():
+            weights = [tf.Variable(value) for value in WEIGHTS]
+            optimizer = tf_keras.mixed_precision.LossScaleOptimizer(
+                tf_keras.optimizers.legacy.SGD(.1))
+
+        def step(x, y):
+            with tf.GradientTape() as tape:
+                loss = optimizer.get_scaled_loss(tf.reduce_mean(squares(weights, x, y)))
+            gradients = optimizer.get_unscaled_gradients(tape.gradient(loss, weights))
+            optimizer.apply_gradients(zip(gradients, weights))
+
+        with self.assertWarnsRegex(warned.TowerWarning, "mean over the tower's rows"):
+            tf.function(lambda *batch: strategy.run(step, batch))(*strategy.split((X, Y)))
 
     @parameterized.parameters(False, True)
     def test_draws_of_layers(self, scaled):
