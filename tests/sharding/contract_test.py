@@ -160,6 +160,9 @@ RIGHT = {
         @ w[0]) ** 2) / 8,
     "flat_rows": lambda s, w, x, y: s.scale_loss(tf.reduce_mean(tf.reduce_mean(tf.reshape(
         (x[:, tf.newaxis, :, tf.newaxis] * w[0] @ w[1]) ** 2, [tf.shape(x)[0], -1]), 1))),
+    "ellipsis": lambda s, w, x, y: tf.reduce_sum(tf.tanh(tf.einsum(
+        "...i,ij->...j", x[:, tf.newaxis], w[0])) @ w[1]) / 8,
+    "sliced": lambda s, w, x, y: tf.reduce_sum(tf.slice(x @ w[0], [0, 1], [-1, -1]) ** 2) / 8,
     "recomputed": lambda s, w, x, y: mean_squared(
         [tf.eye(4, dtype=x.dtype), w[1]], tf.recompute_grad(lambda x: tf.nn.relu(x @ w[0]))(x), y),
 }

@@ -220,7 +220,7 @@ class Contract:
     def _outputs_of(self, operation: tf.Operation, states: Sequence[State]) -> list[State]:
         """The states of an operation's outputs, by its rule, as if all states were known."""
         outputs, specs = operation.outputs, [state.spec for state in states]
-        if all(isinstance(spec, (Replicated, Partial, Size)) for spec in specs):
+        if all(spec == REPLICATED or isinstance(spec, (Partial, Size)) for spec in specs):
             scalars = _arithmetic(operation, states)
             if scalars is not None:
                 return [scalars] * len(outputs)
@@ -317,10 +317,10 @@ def _zeros_as_others(operation: tf.Operation, states: list[State],
 
 def _is_taken_as_is(spec: Spec, wanted: Spec, tensor: tf.Tensor) -> bool:
     """Whether the rule takes a tower's tensor without redistribution."""
-    if spec == wanted or isinstance(spec, Replicated) and isinstance(wanted, (
-            Replicated, Sharded, Size, ListOf)):
-        return True
-    return isinstance(spec, Size) and isinstance(wanted, Replicated) and not tensor.shape.rank
+    if isinstance(spec, Size) and isinstance(wanted, Replicated):
+        return spec.times == 0 or not tensor.shape.rank
+    return spec == wanted or isinstance(spec, Replicated) and isinstance(
+        wanted, (Replicated, Sharded, Size, ListOf))
 
 
 def _arithmetic(operation: tf.Operation, states: Sequence[State]) -> State | None:
