@@ -77,7 +77,8 @@ class LoopsTest(parameterized.TestCase):
 
     @wide.product(0, 2, in_run=[False, True], merge=["balanced", "cpu"])
     def test_each_tower_runs_its_own(self, in_run, merge):
-        """Else one GPU, or the CPU, runs the loops of all; or weights cross in every iteration."""
+        """Else one GPU, or the CPU, runs the loops of all, or one tower's waits for another's; or
+        weights cross in every iteration."""
         wanted, _ = trained(None, False)
         strategy = towerstrategy.TowerStrategy(on_gpus.towers(TOWERS), merge)
         found, graph = trained(strategy, in_run)
@@ -89,6 +90,7 @@ class LoopsTest(parameterized.TestCase):
         for loop in loops:
             body = _tf.body_of(graph, loop.get_attr("body").name)
             self.assertNotIn("ReadVariableOp", {each.type for each in body.get_operations()})
+            self.assertEmpty({*loop.control_inputs} & {*loops})
             self.assertEqual({each.device for each in loop.inputs if each.dtype.is_floating},
                              {loop.device})  # TensorFlow keeps it there from turn to turn
 

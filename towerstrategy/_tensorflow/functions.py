@@ -39,6 +39,8 @@ _CREATOR_PRIORITY = 50
 CALLS = ("PartitionedCall", "StatefulPartitionedCall")
 BRANCHES = ("If", "StatelessIf", "Case", "StatelessCase")  # input 0: condition, or branch's number
 LOOPS = ("While", "StatelessWhile")
+# The types of branches and loops -> those of the same without effects.
+STATELESS = {name: f"Stateless{name.removeprefix('Stateless')}" for name in (*BRANCHES, *LOOPS)}
 CALLERS = frozenset({*CALLS, *BRANCHES, *LOOPS, "RemoteCall", "SymbolicGradient", "MapDefun"})
 # Autograph does not convert the package's functions: that would take most of the time of a trace,
 # and show them in the tracebacks of users' errors.  Users' functions are converted as usual.

@@ -17,7 +17,7 @@ import tensorflow as tf
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.sharding.across import Across
 from towerstrategy.sharding.builder import Builder, Ref
-from towerstrategy.sharding.layout import Layout
+from towerstrategy.sharding.layout import LOOPS, Layout
 from towerstrategy.sharding.rules.registry import Op
 from towerstrategy.sharding.spec import PARTED, REPLICATED, ListOf, Replicated, Sharded, Spec
 from towerstrategy.sharding.towers import Towers
@@ -132,7 +132,8 @@ class Body:
                 self.ends += self.towers.devices if isinstance(spec, PARTED) else map(
                     self._builder.device if returns_inputs else lambda _: "", refs)
                 self.results += refs
-        self._identities = [self._builder.make("Identity", [ref], "") for ref in self.results]
+        self._outputs = [ref if ref.dtype == tf.resource else self._builder.make(
+            "Identity", [ref], "") for ref in self.results]
         crossings = self.towers.across.finish()
         self.crosses, self._effects = bool(crossings), [
             *partition.effects, *partition.reads, *crossings]
@@ -145,12 +146,17 @@ class Body:
                             else extra.placeholder() for key, extra in extras.items()]
             self.towers.rewire()
             self._builder.finish()
-            outputs = [self._builder.tensor(ref) for ref in self._identities]
-            returned = [tf.identity(other) for other in extra_inputs] if returns_extras else []
+            outputs = [self._builder.tensor(ref) for ref in self._outputs]
+            returned = extra_inputs if returns_extras else []
         self.graph.inputs = [*self._inputs, *extra_inputs]
         self.graph.outputs = [*outputs, *returned]
         self.graph.control_outputs = [self._builder.operations[name]
                                       for name in dict.fromkeys(self._effects)]
+
+    @property
+    def is_stateful(self) -> bool:
+        """Whether the finished function has effects, reads variables or draws."""
+        return any(operation.op_def.is_stateful for operation in self.graph.get_operations())
 
 
 def refs_of(value: Value) -> list[Ref]:
@@ -171,26 +177,31 @@ def value_of(towers: Towers, spec: Spec, shape: tf.TensorShape, refs: Iterator[t
     return Value(towers, spec, shape, whole, parts.__getitem__, device)
 
 
-def attributes_of(operation: Op, names: Sequence[str], takes: Sequence[Ref],
+def attributes_of(operation: Op, functions: Mapping[str, Body], takes: Sequence[Ref],
                   gives: Sequence[Ref], in_turn: bool) -> bytes:
-    """The attributes of a branch or loop like ``operation`` with functions of these names.
+    """The attributes of a branch or loop like ``operation`` with these functions.
 
     Args:
       operation: the branch or loop.
-      names: the functions' names.
+      functions: the finished functions by their names, in the operation's order.
       takes: their arguments.
       gives: their results; those of a loop are its arguments.
       in_turn: whether an iteration waits for the one before.
     """
-    attr, functions = tf.compat.v1.AttrValue, [{"name": name} for name in names]
+    attr = tf.compat.v1.AttrValue
     node = tf.compat.v1.NodeDef.FromString(operation.definition.attributes)
-    node.attr.pop("_read_only_resource_inputs", None)
+    only_read = set[int].intersection(*(
+        {*_tf.only_read_inputs(body.graph)} for body in functions.values()))
+    first = int(operation.type not in LOOPS)  # behind a branch's condition
+    node.attr[_tf.ONLY_READ].CopyFrom(attr(list=attr.ListValue(
+        i=sorted(index + first for index in only_read))))
     unknown = tf.TensorShape(None).as_proto()  # without shapes a loop's results have its inputs'
     node.attr["output_shapes"].list.CopyFrom(attr.ListValue(shape=[unknown] * len(gives)))
     keys = _tf.function_attributes(operation.type)
-    for key, function in zip(keys, functions):
+    named = [{"name": name} for name in functions]
+    for key, function in zip(keys, named):
         node.attr[key].CopyFrom(attr(func=function) if len(keys) > 1
-                                else attr(list=attr.ListValue(func=functions)))
+                                else attr(list=attr.ListValue(func=named)))
     for key, refs in (("T", takes), ("Tin", takes), ("Tout", gives)):
         if key in node.attr:
             node.attr[key].list.type[:] = [ref.dtype.as_datatype_enum for ref in refs]

@@ -76,7 +76,7 @@ class Builder:
 
     def copy(self, operation: Op, inputs: Sequence[Ref], device: str, scope: str = "",
              controls: Iterable[str] = (), attributes: bytes = b"",
-             dtypes: Sequence[tf.DType] | None = None) -> tuple[list[Ref], str]:
+             dtypes: Sequence[tf.DType] | None = None, type: str = "") -> tuple[list[Ref], str]:
         """The outputs and the node of a copy of an operation.
 
         Args:
@@ -85,10 +85,11 @@ class Builder:
           device: the device of the copy.
           scope: its name scope, with a "/" at the end.
           controls: nodes that it waits for.
-          attributes, dtypes: its attributes, and its outputs' dtypes, if not the operation's.
+          attributes, dtypes, type: its attributes, its outputs' dtypes and its type, if not the
+            operation's.
         """
         _, own_attributes, own_dtypes = operation.definition
-        return self._add(f"{scope}{operation.name}", operation.type, inputs, device,
+        return self._add(f"{scope}{operation.name}", type or operation.type, inputs, device,
                          attributes or own_attributes, own_dtypes if dtypes is None else dtypes,
                          controls, scope,
                          alone=operation.is_stateful or bool(operation.controls))
