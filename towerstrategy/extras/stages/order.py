@@ -128,8 +128,9 @@ class _Traced:
             for name, operation in self.operations.items()}
         last_write: dict[str, str] = {}
         reads_since: dict[str, list[str]] = collections.defaultdict(list)
-        for name, operation in self.operations.items():
-            reads, writes = _tf.touched_resources(operation)
+        self.touched = {name: _tf.touched_resources(operation)  # what each reads, and writes
+                        for name, operation in self.operations.items()}
+        for name, (reads, writes) in self.touched.items():
             for resource in reads | writes:
                 if resource in last_write:
                     self.waits[name].add(last_write[resource])
@@ -169,10 +170,9 @@ def _synced_inputs(traced: _Traced, owners: Mapping[str, int]) -> set[str]:
     inputs: set[str] = set()  # operations that need only these, and neither variables nor state
     shared: set[str] = set()  # operations of no replica that need one of a replica
     for name in traced.in_order():
-        operation = traced.operations[name]
-        reads, writes = _tf.touched_resources(operation)
+        reads, writes = traced.touched[name]
         # What only writes and belongs to no replica takes a batch from an iterator.
-        if inputs.issuperset(tensor.op.name for tensor in operation.inputs) \
+        if inputs.issuperset(tensor.op.name for tensor in traced.operations[name].inputs) \
                 and reads <= writes and not (writes and name in owners):
             inputs.add(name)
         if name not in owners and any(
