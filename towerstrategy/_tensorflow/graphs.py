@@ -22,7 +22,7 @@ add_control_input = tf.Operation._add_control_input
 set_device = tf.Operation._set_device
 set_input = tf.Operation._update_input
 # The attribute of a call, a branch or a loop that lists the resources that it only reads, so that
-# its function's automatic control dependencies do not order it like a write; and what it lists.
+# automatic control dependencies do not order it like a write; and what of a function's it lists.
 ONLY_READ = auto_control_deps_utils.READ_ONLY_RESOURCE_INPUTS_ATTR
 only_read_inputs = auto_control_deps_utils.get_read_only_resource_input_indices_graph
 

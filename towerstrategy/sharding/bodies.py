@@ -139,7 +139,10 @@ class Body:
             *partition.effects, *partition.reads, *crossings]
 
     def finish(self, extras: Mapping[Any, Extra], returns_extras: bool) -> None:
-        """Imports the nodes; the function takes, and may return, the extras of all bodies, too."""
+        """Makes the function; it takes, and may return, the extras of all bodies, too.
+
+        Its ``name`` is that by which the nodes outside call it.
+        """
         _tf.hand_on_functions(self.layout.graph, self.graph)
         with self.graph.as_default():
             extra_inputs = [self._placeholders[key] if key in self._placeholders
@@ -147,11 +150,11 @@ class Body:
             self.towers.rewire()
             self._builder.finish()
             outputs = [self._builder.tensor(ref) for ref in self._outputs]
-            returned = extra_inputs if returns_extras else []
         self.graph.inputs = [*self._inputs, *extra_inputs]
-        self.graph.outputs = [*outputs, *returned]
+        self.graph.outputs = [*outputs, *(extra_inputs if returns_extras else [])]
         self.graph.control_outputs = [self._builder.operations[name]
                                       for name in dict.fromkeys(self._effects)]
+        self.name = _tf.add_function(self._outer.builder.graph, self.graph)
 
     @property
     def is_stateful(self) -> bool:
@@ -177,28 +180,27 @@ def value_of(towers: Towers, spec: Spec, shape: tf.TensorShape, refs: Iterator[t
     return Value(towers, spec, shape, whole, parts.__getitem__, device)
 
 
-def attributes_of(operation: Op, functions: Mapping[str, Body], takes: Sequence[Ref],
+def attributes_of(operation: Op, functions: Sequence[Body], takes: Sequence[Ref],
                   gives: Sequence[Ref], in_turn: bool) -> bytes:
     """The attributes of a branch or loop like ``operation`` with these functions.
 
     Args:
       operation: the branch or loop.
-      functions: the finished functions by their names, in the operation's order.
+      functions: the finished functions.
       takes: their arguments.
       gives: their results; those of a loop are its arguments.
       in_turn: whether an iteration waits for the one before.
     """
     attr = tf.compat.v1.AttrValue
     node = tf.compat.v1.NodeDef.FromString(operation.definition.attributes)
-    only_read = set[int].intersection(*(
-        {*_tf.only_read_inputs(body.graph)} for body in functions.values()))
+    only_read = set.intersection(*({*_tf.only_read_inputs(body.graph)} for body in functions))
     first = int(operation.type not in LOOPS)  # behind a branch's condition
     node.attr[_tf.ONLY_READ].CopyFrom(attr(list=attr.ListValue(
         i=sorted(index + first for index in only_read))))
     unknown = tf.TensorShape(None).as_proto()  # without shapes a loop's results have its inputs'
     node.attr["output_shapes"].list.CopyFrom(attr.ListValue(shape=[unknown] * len(gives)))
     keys = _tf.function_attributes(operation.type)
-    named = [{"name": name} for name in functions]
+    named = [{"name": body.name} for body in functions]
     for key, function in zip(keys, named):
         node.attr[key].CopyFrom(attr(func=function) if len(keys) > 1
                                 else attr(list=attr.ListValue(func=named)))

@@ -351,7 +351,8 @@ class Partition:
     def _in_one_op(self, operation: Op, plan: Any, values: Sequence[Value],
                    controls: list[str], towers: Towers, scope: str = "") -> list[Value]:
         """The outputs of one branch or loop for all towers; of one tower in its ``scope``."""
-        first = 0 if (loop := operation.type in LOOPS) else 1
+        loop = operation.type in LOOPS
+        first = 0 if loop else 1
         functions = [bodies.Body(towers, layout, plan.takes[first:], values[first:], operation,
                                  plan.only_read, functools.partial(self._read, controls))
                      for layout in plan.layouts]
@@ -369,7 +370,6 @@ class Partition:
         for number, body in enumerate(functions):
             body.finish(extras, returns_extras=loop and number == 1)
         refs += [extra.outer() for extra in extras.values()]
-        named = {_tf.add_function(towers.builder.graph, body.graph): body for body in functions}
         returned = refs if loop else functions[-1].results
         # On one device a draw may wait for the previous iteration, e.g. for its shape.
         in_turn = loop and any(inner.has_state for layout in plan.layouts
@@ -377,7 +377,7 @@ class Partition:
         outputs, name = towers.builder.copy(
             operation, refs if loop else [values[0].whole(), *refs], towers.merge,
             f"{scope or self._once_scope_of(operation)}{self._scope}", controls,
-            bodies.attributes_of(operation, named, refs, returned, in_turn),
+            bodies.attributes_of(operation, functions, refs, returned, in_turn),
             [ref.dtype for ref in returned],
             "" if any(body.is_stateful for body in functions) else _tf.STATELESS[operation.type])
         self._note_nodes(operation, [name])
