@@ -121,7 +121,7 @@ def check_sharded(strategy: tf.distribute.Strategy, bound: dict[str, Any]) -> No
                 "device, which takes no part of a batch. Give it next(iterator), or each batch of "
                 "a loop, in eager code or in a tf.function around it.")
         if _tf.is_per_replica(leaf) and any(tf.TensorShape(getattr(part, "shape", ())).rank == 0
-                                         for part in leaf.values):
+                                            for part in leaf.values):
             raise ValueError(
                 f"{path} has a scalar for each tower, but must have rows, or be the same for all "
                 "towers. strategy.reduce makes one value of it.")
