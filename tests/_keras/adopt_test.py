@@ -251,16 +251,46 @@ class AdoptTest(parameterized.TestCase):
         self.assert_same_weights(alone, model)
 
 
+    @parameterized.parameters(False, True)
+    def test_callbacks_of_tf_keras(self, trained):
+        """Lost otherwise: other models in callbacks; tf_keras calls these in the scope of fit."""
+        x, y = small_models.data("functional")
+
+        def results(strategy):
+            other, found = small_models.make(tf_keras, "functional"), []
+            other.compile("adam", "mse", metrics=["mae", tf_keras.metrics.AUC()])
+            if trained:
+                fit(other)
+            with strategy.scope() if strategy else contextlib.nullcontext():
+                model = small_models.make(tf_keras, "functional")
+                model.compile("sgd", "mse")
+
+            def use(epoch, logs):
+                del logs
+                found.extend([fit(other), other.evaluate(x, y > epoch / 2, batch_size=4, verbose=0),
+                              other.train_on_batch(x[:3], y[:3]), other.test_on_batch(x, y)])
+
+            model.fit(x, y, epochs=2, shuffle=False, verbose=0,
+                      callbacks=[tf_keras.callbacks.LambdaCallback(on_epoch_end=use)])
+            if strategy:
+                strategy.adopt(other)
+            fit(other)
+            return found, small_models.weights(other), small_models.weights(model)
+
+        for expected, got in zip(tf.nest.flatten(results(None)),
+                                 tf.nest.flatten(results(self.strategy)), strict=True):
+            np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+
+
 class RefusedTest(parameterized.TestCase):
 
     def setUp(self):
         super().setUp()
         self.strategy = TowerStrategy(["CPU:1", "CPU:2"])
 
-    @IN_TURN
-    def test_never_compiled_in_the_scope(self, kit):
+    def test_never_compiled_in_the_scope(self):
         """Lost otherwise: that training runs on one device, or each tower writes for itself."""
-        model = small_models.make(kit, "functional")
+        model = small_models.make(keras, "functional")
         model.compile("sgd", "mse")
         x, y = small_models.data("functional")
         with self.strategy.scope():

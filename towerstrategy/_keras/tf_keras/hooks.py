@@ -69,7 +69,7 @@ HOOKS: dict[tuple[Any, str], hooks.Hook] = {
     (training.Model, "__setattr__"): hooks.Hook(
         training_lib.set_attribute,
         "stores step functions whose graphs TensorFlow takes too long to optimize, or that use "
-        "weights built since compile, or a model that is not adopted"),
+        "weights built since compile"),
     (callbacks.CallbackList, "set_model"): hooks.Hook(
         training_lib.set_model,
         "has BackupAndRestore, which works with listed strategies only, and deletes a backup file "

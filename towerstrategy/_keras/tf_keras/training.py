@@ -74,22 +74,18 @@ _FUNCTIONS = ("train_function", "test_function", "predict_function")
 
 def _on_towers(model: Any, name: str, step: Callable[..., Any]) -> Callable[..., Any]:
     """A function that runs ``step`` on the towers; ``step`` itself if the model has none."""
-    strategy = model._distribution_strategy
-    if name == "predict_function":
-        strategy = model.distribute_strategy
-    elif strategy is None:
-        adopting.check_trains_on_towers(model)
+    owner, strategy = model._distribution_strategy, model.distribute_strategy
     if not kind.is_tower_strategy(strategy):
         return step
-    if name != "predict_function":
+    if owner is not None and name != "predict_function":
         # Variables may have been built after compile, outside of the scope.
-        adopting.adopt_state(strategy, model, names)
+        adopting.adopt_state(owner, model, names)
     compiles = adopting.compiles_towers(model)
 
     @_tf.with_short_tracebacks
     def function(iterator: Any) -> Any:
-        # A model that is not adopted predicts on the towers of the current scope's strategy.
-        current = model.distribute_strategy if name == "predict_function" else strategy
+        # A model that is not adopted runs on the towers of the current scope's strategy.
+        current = model.distribute_strategy
         if not kind.is_tower_strategy(current):
             return step(iterator)
         return current.extended.call_step(step, iterator, compiles,
