@@ -2,7 +2,7 @@
 
 The documented way to clip after reducing in tf_keras: ``all_reduce``, clip, then
 ``apply_gradients(..., experimental_aggregate_gradients=False)`` (legacy optimizers, and those that
-scale the loss) or ``skip_gradients_aggregation=True``.
+scale the loss) or ``skip_gradients_aggregation=True``.  And gradients that it keeps, or has not.
 """
 
 from contextlib import nullcontext as nothing
@@ -113,6 +113,29 @@ class MergedGradientsTest(parameterized.TestCase):
         parts = strategy.split(tf.range(rows, dtype=tf.float32))
         strategy.run(tf.function(step), (parts,))
         np.testing.assert_allclose(v.numpy(), want, rtol=1e-6)
+
+
+class KeptGradientsTest(parameterized.TestCase):
+
+    @parameterized.product(kit=[keras, tf_keras], aggregation=["NONE", "SUM"], eager=[True, False])
+    def test_in_tower_local_variables(self, kit, aggregation, eager):
+        """Else learners that keep gradients for a later call fail, or count them R times."""
+        strategy = towerstrategy.TowerStrategy(3)
+        with strategy.scope():
+            weight, optimizer = tf.Variable([1., 2.]), kit.optimizers.SGD(0.1)
+            kept = tf.Variable(tf.zeros([2]), trainable=False, aggregation=getattr(
+                tf.VariableAggregation, aggregation),
+                synchronization=tf.VariableSynchronization.ON_READ)
+
+        def compute(x):
+            kept.assign(tf.reduce_sum(x, 0) * weight)
+
+        def step(parts):
+            strategy.run(compute, (parts,))
+            strategy.run(lambda: optimizer.apply_gradients([(kept, weight)]))
+
+        (step if eager else tf.function(step))(strategy.split(tf.ones([5, 2])))
+        np.testing.assert_allclose(weight.numpy(), [0.5, 1.], rtol=1e-6)
 
 
 class MissingGradientsTest(parameterized.TestCase):

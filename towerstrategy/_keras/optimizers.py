@@ -86,6 +86,9 @@ def _merge_then(tower: contexts.TowerContext, gradients: Sequence[Any], variable
       ValueError: a variable is not the strategy's.
     """
     _check_made_in_scope(tower.strategy, variables)
+    # A tower-local variable may hold gradients: each tower gives its part.
+    gradients = [tf.convert_to_tensor(value) if isinstance(value, tf.Variable) else value
+                 for value in gradients]
     homes = [homes_lib.home_of(variable) for variable in variables]
     totals = [tower.call.total(value, home) if rule == "sum" else None
               for value, home, rule in zip(gradients, homes, rules)]
