@@ -252,6 +252,30 @@ class OneProgramTest(parameterized.TestCase):
         self.assertEqual(inputs.shape, [8, 3])
         model.fit(np.ones([16, 3]), np.ones([16, 1]), batch_size=8, verbose=0)
 
+    @parameterized.product(kit=[*KITS], generates=[False, True])
+    def test_a_model_that_its_first_batch_builds(self, kit, generates):
+        """Else, in spite of a seed, weights start with other values than on one device."""
+        kit = KITS[kit]
+
+        class Batches(getattr(kit.utils, "PyDataset", kit.utils.Sequence)):
+            def __len__(self):
+                return 2
+
+            def __getitem__(self, index):
+                return X[8 * index:8 * index + 8], Y[8 * index:8 * index + 8]
+
+        def weights(strategy):
+            kit.utils.set_random_seed(1)
+            with strategy.scope() if strategy else contextlib.nullcontext():
+                model = kit.Sequential([kit.layers.Dense(3), kit.layers.Dense(2)])
+                model.compile("sgd", "mse")
+            model.fit((each for each in [(X, Y)]) if generates else Batches(), verbose=0,
+                      shuffle=False)
+            return model.get_weights()
+
+        for one, other in zip(weights(None), weights(towers()), strict=True):
+            np.testing.assert_allclose(other, one, rtol=1e-5, atol=1e-6)
+
     def test_outputs_that_depend_on_training(self):
         """Else metrics are made for what a model predicts, and count something else in ``fit``."""
         class Model(keras.Model):

@@ -54,9 +54,10 @@ HOOKS: dict[tuple[Any, str], hooks.Hook] = {
     (gru_lstm_utils, "generate_defun_backend"): hooks.Hook(
         recurrent.generate_defun_backend,
         "leaves cuDNN to TensorFlow's graph optimizer, which finds no calls in a partitioned step"),
-    (data_adapter.DataHandler, "_configure_dataset_and_inferred_steps"): hooks.Hook(
-        training_lib.configure_dataset,
-        "does not say what batch size a dataset made of arrays has"),
+    (data_adapter.DataHandler, "__init__"): hooks.Hook(
+        training_lib.data_handler_init,
+        "does not say what batch size a dataset made of arrays has; builds a model on each "
+        "replica, in a thread, where it has none of Keras' seeds"),
     (distributed_training_utils, "call_replica_local_fn"): hooks.Hook(
         training_lib.call_on_all_rows,
         "calls a metric on each replica, with all rows; their sum counts them R times"),

@@ -5,6 +5,7 @@ Goes in: Keras' own method and its arguments.  Comes out: its result, right for 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -54,9 +55,15 @@ def call_on_all_rows(original: Callable[..., Any], fn: Callable[..., Any], *args
         return fn(*args, **kwargs)
 
 
-def configure_dataset(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
-    """The hook for ``DataHandler``: steps are partitioned for batches of Keras' ``batch_size``."""
-    original(self, *args, **kwargs)
+def data_handler_init(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
+    """The hook for ``DataHandler.__init__``: of a generator's first batch, a model is built once.
+
+    And steps are partitioned for batches of Keras' ``batch_size``.
+    """
+    strategy = tf.distribute.get_strategy()
+    with strategy.extended.modes.within(keras_step=True) if kind.is_tower_strategy(strategy) \
+            else contextlib.nullcontext():
+        original(self, *args, **kwargs)
     datasets_lib.note_batch_rows(self._dataset, self._adapter)
 
 
