@@ -276,6 +276,18 @@ class OneProgramTest(parameterized.TestCase):
         for one, other in zip(weights(None), weights(towers()), strict=True):
             np.testing.assert_allclose(other, one, rtol=1e-5, atol=1e-6)
 
+    def test_step_functions_that_are_called_directly(self):
+        """Else each tower takes all rows of an iterator of ``tf.data``, and metrics count them."""
+        with towers().scope():
+            model = tf_keras.Sequential([tf_keras.layers.InputLayer([4]), tf_keras.layers.Dense(2)])
+            model.compile("sgd", "mse")
+        batches = tf.data.Dataset.from_tensor_slices((X, Y)).batch(9)
+        self.assertEqual(model.make_predict_function()(iter(batches)).shape, [9, 2])
+        step, iterator = model.make_train_function(), iter(batches)
+        for _ in batches:
+            step(iterator)
+        self.assertEqual(float(model.metrics[0].count), len(X))
+
     def test_outputs_that_depend_on_training(self):
         """Else metrics are made for what a model predicts, and count something else in ``fit``."""
         class Model(keras.Model):

@@ -200,6 +200,9 @@ class MergedWriteTest(parameterized.TestCase):
         count.assign_add(4)
         count.assign_sub(2)
         self.assertEqual(count.numpy(), 5)
+        self.assertEqual([int(count), float(count), complex(count)], [5, 5., 5 + 0j])
+        self.assertFalse(count.assign(0))
+        count.assign(5)
         self.assertEqual(plain(strategy.run(count.read_value)), ("per replica", [5, 0]))
 
     def test_a_step_of_all_rows_writes_a_sum_in_one_place(self):

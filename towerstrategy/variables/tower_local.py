@@ -213,6 +213,9 @@ class TowerLocalVariable(_tf.SyncOnReadVariable):
         context = tf.distribute.get_replica_context()
         return context is None or context.strategy is not self._distribute_strategy
 
+    def _converted(self, to: type) -> Any:
+        return to(self.read_value())
+
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         """The aggregated value, for NumPy."""
         del copy  # the value is always a new array
@@ -231,6 +234,9 @@ def to_dtype(value: Any, dtype: tf.DType) -> tf.Tensor:
     return tf.cast(value, dtype) if tf.is_tensor(value) else tf.convert_to_tensor(value, dtype)
 
 
+for _type in (bool, int, float, complex):  # TensorFlow's SyncOnReadVariable does not become these
+    setattr(TowerLocalVariable, f"__{_type.__name__}__",
+            functools.partialmethod(TowerLocalVariable._converted, _type))
 for _method in dir(_tf.ResourceVariable):
     if _method.startswith(("scatter_", "batch_scatter_")):
         setattr(TowerLocalVariable, _method,

@@ -24,7 +24,8 @@ from towerstrategy.variables import one_copy, rules, tower_local
 MODEL = TRAINER = training.Model
 # An optimizer works with any strategy; only its slots belong to one.
 OWNER, OWNER_OF_OPTIMIZER = "_distribution_strategy", ""
-ENTRIES = ("compile",)  # all other methods enter the model's scope first
+# All other methods enter the model's scope first.
+ENTRIES = "compile", "make_train_function", "make_test_function", "make_predict_function"
 METRIC = base_metric.Metric
 OPTIMIZERS = (new_optimizer.Optimizer, optimizer_v2.OptimizerV2,
               loss_scale_optimizer.LossScaleOptimizer, loss_scale_optimizer.LossScaleOptimizerV3)
