@@ -33,7 +33,7 @@ class Modes(threading.local):
 
     kept = False  # whether an iterator over a dataset lives longer than an epoch of Keras
     one_replica = False  # whether `merge_call` of a step that has all rows runs
-    keras_step = False  # whether a step of Keras is being traced
+    keras_step = False  # whether Keras traces a step, or builds a model from a first batch
     compiles = False  # whether XLA compiles the towers' operations
     keeps_graph = False  # whether a traced step's graph must be complete, because someone reads it
     takes_iterators = False  # whether the predict function of a Keras model takes iterators

@@ -250,7 +250,6 @@ class AdoptTest(parameterized.TestCase):
         np.testing.assert_allclose(fit(model)["error"], fit(alone)["error"], rtol=1e-5)
         self.assert_same_weights(alone, model)
 
-
     @parameterized.parameters(False, True)
     def test_callbacks_of_tf_keras(self, trained):
         """Lost otherwise: other models in callbacks; tf_keras calls these in the scope of fit."""

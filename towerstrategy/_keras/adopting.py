@@ -175,13 +175,3 @@ def check_variables(strategy: tf.distribute.Strategy, model: Any, variables: Ite
     for variable in variables:
         check_owner(strategy, f"variable {getattr(variable, 'name', variable)!r} of model "
                               f"{model.name!r}", getattr(variable, "_distribute_strategy", None))
-
-
-def check_trains_on_towers(model: Any) -> None:
-    """Raises ``ValueError`` if a model that is not adopted trains in a tower strategy's scope."""
-    scope = tf.distribute.get_strategy()
-    if kind.is_tower_strategy(scope):
-        raise ValueError(
-            f"model {model.name!r} is used inside the scope of {scope!r}, but was built and "
-            "compiled outside of it and is not adopted. Compile it inside the scope, or call "
-            "strategy.adopt(model), which keeps its optimizer and metrics, state and all.")

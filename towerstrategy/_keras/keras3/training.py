@@ -177,7 +177,12 @@ def symbolic_build(original: Callable[..., Any], self: Any, iterator: Any = None
     """
     strategy = adopting.strategy_of(self, names)
     if strategy is None:
-        adopting.check_trains_on_towers(self)
+        scope = tf.distribute.get_strategy()
+        if kind.is_tower_strategy(scope):  # each tower would train the model for itself
+            raise ValueError(
+                f"model {self.name!r} is used inside the scope of {scope!r}, but was built and "
+                "compiled outside of it and is not adopted. Compile it inside the scope, or call "
+                "strategy.adopt(model), which keeps its optimizer and metrics, state and all.")
         return original(self, iterator, data_batch)
     if self.train_function is None:
         # The optimizer is built here, for weights that may have been built outside of the scope.
