@@ -156,7 +156,7 @@ def in_batch(strategy, _):
 
 
 class Meeting(keras.layers.Layer):
-    """A loop, and a branch in it, in which rows meet."""
+    """A loop, and a branch in it, in which rows meet; in each iteration there are fewer of them."""
 
     def call(self, x):
         def turn(number, held):
@@ -164,7 +164,10 @@ class Meeting(keras.layers.Layer):
             held = tf.cond(tf.reduce_sum(held) > -1., lambda: tf.nn.softmax(held, axis=0) + x,
                            lambda: held * 2.)
             places = tf.cast(tf.argsort(held[:, 0])[:, tf.newaxis], tf.float32)
-            return number + 1, tf.tanh(held + places / 99)
+            least = tf.reduce_max(x[:, 0]) - 0.5 / tf.cast(number + 1, x.dtype)
+            chosen = tf.sort(held[x[:, 0] >= least], axis=0)
+            order = tf.cast(tf.range(tf.shape(chosen)[0]), x.dtype)[:, tf.newaxis]
+            return number + 1, tf.tanh(held + places / 99 + tf.reduce_sum(chosen * order) / 99)
 
         return tf.while_loop(lambda number, _: number < 3, turn, (0, x))[1]
 
@@ -211,7 +214,10 @@ def loss_scaled(strategy, kit):
 
 
 def embedded(strategy, kit):
-    """An embedding, whose gradients are sparse, and a mask; words differ between workers."""
+    """An embedding, whose gradients are sparse, and a mask; words differ between workers.
+
+    Several steps in one loop, with gathers of different sizes.
+    """
     words = np.random.RandomState(3).randint(0, 20, [11, 5])
     words[-2:] = 0
     y = words.sum(1, keepdims=True).astype("f") / 50
@@ -222,9 +228,10 @@ def embedded(strategy, kit):
         model = kit.Model(inputs, kit.layers.Dense(1)(kit.layers.GlobalAveragePooling1D()(hidden)))
         legacy = kit is tf_keras
         model.compile(kit.optimizers.legacy.Adam(0.05) if legacy else kit.optimizers.Adam(0.05),
-                      "mse")
+                      "mse", steps_per_execution=3)
     history = model.fit(words, y, batch_size=4, epochs=2, shuffle=False, verbose=0)
-    return {"loss": history.history["loss"], "predict": model.predict(words, verbose=0),
+    return {"loss": history.history["loss"],
+            "predict": model.predict(words, batch_size=4, verbose=0),
             **{f"weight_{number}": value for number, value in enumerate(model.get_weights())}}
 
 
