@@ -58,11 +58,6 @@ def half_of(tensor: tf.Tensor) -> tf.Tensor | None:
     return half if half is not None and half.dtype in (tf.float16, tf.bfloat16) else None
 
 
-def crosses_machines(operation: tf.Operation) -> bool:
-    """Whether ``operation`` is a collective, which waits for the other machines."""
-    return bool(operation.type.startswith("Collective"))
-
-
 @functools.cache
 def is_stateful(type: str) -> bool:
     """Whether ops of this type are registered as stateful; True for unknown types."""
@@ -86,7 +81,7 @@ def touched_resources(operation: tf.Operation) -> tuple[set[str], set[str]]:
     TensorFlow's automatic control dependencies use the same.  ``""`` among the written ones means
     another side effect; operations with side effects run in the order in which they were made.
     """
-    if crosses_machines(operation):  # all machines must run these in the same order
+    if operation.type.startswith("Collective"):  # all machines run these in the same order
         return set(), {"collective"}
     if not any(tensor.dtype == tf.resource for tensor in operation.inputs):
         return set(), {""} if auto_control_deps.op_is_stateful(operation) else set()
