@@ -81,8 +81,6 @@ def touched_resources(operation: tf.Operation) -> tuple[set[str], set[str]]:
     TensorFlow's automatic control dependencies use the same.  ``""`` among the written ones means
     another side effect; operations with side effects run in the order in which they were made.
     """
-    if operation.type.startswith("Collective"):  # all machines run these in the same order
-        return set(), {"collective"}
     if not any(tensor.dtype == tf.resource for tensor in operation.inputs):
         return set(), {""} if auto_control_deps.op_is_stateful(operation) else set()
     read, written = auto_control_deps_utils.get_read_write_resource_inputs(operation)

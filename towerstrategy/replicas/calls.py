@@ -124,9 +124,7 @@ def _call_one(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: An
         return _tf.regroup((result,), call.result,
                            always_wrap=strategy.extended.workers is not None)
 
-    if strategy.extended.workers is None and not compiles:
-        return run()
-    return _in_function(strategy, run, compiles)
+    return _in_function(strategy, run, compiles) if compiles else run()
 
 
 def _in_function(strategy: tf.distribute.Strategy, make: Callable[[], Any],
@@ -134,12 +132,9 @@ def _in_function(strategy: tf.distribute.Strategy, make: Callable[[], Any],
     """What ``make`` returns, traced into a function body where one is needed; XLA may compile it.
 
     So a trace that is given up leaves no ops behind, and a gradient tape around the call records
-    one op, whatever threads the towers are traced in.  On several machines the order of the
-    collectives must be the same everywhere: in a loop, TensorFlow orders those of a function body
-    otherwise.
+    one op, whatever threads the towers are traced in.
     """
-    if tf.executing_eagerly() or not (
-            compiles or _tf.may_be_recorded() or strategy.extended.workers is not None):
+    if tf.executing_eagerly() or not (compiles or _tf.may_be_recorded()):
         return make()
     returned: list[Any] = []
 
