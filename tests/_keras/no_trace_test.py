@@ -29,7 +29,7 @@ Y = X.sum(1, keepdims=True)
 HOOKED = [(owner, name) for tables in (keras3_hooks, tf_keras_hooks)
           for owner, name in {**tables.HOOKS, **tables.STAGES}]
 HOOKED += [(owner, place.name) for place in (
-    _tf.AVERAGE, _tf.REGULARIZATION, _tf.KEYS, _tf.RECORD) for owner in place.owners]
+    _tf.AVERAGE, _tf.REGULARIZATION, _tf.KEYS, _tf.RECORD, _tf.CAPTURE) for owner in place.owners]
 
 
 def names():

@@ -140,6 +140,7 @@ def _in_function(strategy: tf.distribute.Strategy, make: Callable[[], Any],
 
     @tf.function(autograph=False)
     def run_towers() -> list[tf.Tensor]:
+        _tf.call_once()
         with _tf.as_in_caller():
             returned.append(make())
         if compiles:

@@ -42,11 +42,12 @@ class Across:
       graph: the step's graph; the builder's graph may be a branch or loop body in it.
       builder: collects the nodes.
       outside: makes a reference, for the builder's nodes, to a tensor of ``graph``.
+      in_loop: whether the nodes are in a loop body.
     """
 
     def __init__(self, workers: Any, graph: tf.Graph, builder: Builder,
-                 outside: Callable[[tf.Tensor], Ref]) -> None:
-        self.workers, self.graph, self.outside = workers, graph, outside
+                 outside: Callable[[tf.Tensor], Ref], in_loop: bool = False) -> None:
+        self.workers, self.graph, self.outside, self.in_loop = workers, graph, outside, in_loop
         self._builder = builder
         self._crossings: dict[str, _Crossing] = {}
         self._control_flow: list[str] = []
@@ -99,6 +100,7 @@ class Across:
         crossings = [self._crossings[name] for name in names]
 
         def cross(*values: tf.Tensor) -> Any:
+            _tf.call_once(self.in_loop)
             if kind == SUM:
                 return self.workers.sum(values)
             if kind == GATHER:

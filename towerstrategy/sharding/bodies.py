@@ -49,13 +49,14 @@ class Body:
         self.results: list[Ref] = []
         self.ends: list[str] = []  # the device of each result, where a loop should start
         with self.graph.as_default():
-            self._inputs, self.values = self._make_inputs(values)
+            self._inputs, self.values = self._make_inputs(values, operation.type in LOOPS)
 
-    def _make_inputs(self, values: Sequence[Value]) -> tuple[list[tf.Tensor], list[Any]]:
+    def _make_inputs(self, values: Sequence[Value], loop: bool
+                     ) -> tuple[list[tf.Tensor], list[Any]]:
         """Placeholders for the function's arguments, and the values of the body's inputs."""
         builder = self._builder = Builder(self.graph)
-        across = Across(self._outer.across.workers, self._outer.across.graph, builder,
-                        self._outside)
+        outer = self._outer.across
+        across = Across(outer.workers, outer.graph, builder, self._outside, outer.in_loop or loop)
         towers = self.towers = Towers(
             builder, self._outer.stage_devices, self._outer.merge, self._outer.host,
             self._outer.scopes, self._count, self._outer.on_cpu, self._outer.draws_rows, across,
@@ -109,7 +110,7 @@ class Body:
             functools.partial(make, dtype, batch)))
 
     def _outside(self, tensor: tf.Tensor) -> Ref:
-        """A tensor of the step's graph, such as the counter of collective keys, as an argument."""
+        """A tensor of the step's graph, such as a collective operation's key, as an argument."""
         return self._extra(tensor.name, Extra(lambda: _tf.placeholder_like(tensor),
                                               lambda: self._outer.across.outside(tensor)))
 

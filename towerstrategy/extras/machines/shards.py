@@ -139,8 +139,9 @@ class Agreement(NamedTuple):
     def batch(self, iterator: Any) -> Nest:
         """The next element; raises at the end of the data of all workers."""
         exists, rows, local = self._take(iterator)
-        # An empty iterator raises the error about the end of the data.
-        ended = tf.cond(exists, lambda: tf.constant(0, tf.int64),
+        # An empty iterator raises the error about the end of the data, before a loop's next key is
+        # taken: else some workers would have taken more keys than others.
+        ended = tf.cond(exists, self._workers.next_key_in_loops,
                         lambda: iter(tf.data.Dataset.range(0)).get_next())
         with tf.control_dependencies([ended]):
             local = local if tf.executing_eagerly() else iterators.copied(local)
