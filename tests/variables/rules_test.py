@@ -1,5 +1,8 @@
 """variables.rules: state that is an extreme is the towers' extreme."""
 
+import os
+import tempfile
+
 import keras
 import numpy as np
 import tensorflow as tf
@@ -91,13 +94,18 @@ class RulesTest(parameterized.TestCase):
         self.assertEqual(got, logged(tf.distribute.OneDeviceStrategy("CPU:0")))
         self.assertEqual(got, [[9., 9.], 3.])
 
-    def test_towers_parts_in_a_step_of_all_rows(self):
-        """Else such a step reads the first tower's largest, not the largest."""
+    def test_towers_parts(self):
+        """Else a checkpoint, value() or a step of all rows has the first tower's largest."""
         strategy = towerstrategy.TowerStrategy(["CPU:1", "CPU:2"], "cpu")
         with strategy.scope():
             v = tf.Variable(0., synchronization=tf.VariableSynchronization.ON_READ)
         strategy.merge_rule(v, "max")
         strategy.run(lambda x: v.assign(tf.reduce_max(x)), (strategy.split(tf.range(4.)),))
+        self.assertEqual(v.value(), 3.)
+        one_device = tf.Variable(0.)
+        path = tf.train.Checkpoint(v=v).save(os.path.join(tempfile.mkdtemp(), "v"))
+        tf.train.Checkpoint(v=one_device).restore(path)
+        self.assertEqual(one_device, 3.)
         self.assertEqual(strategy.function(lambda: v + 0.)(), 3.)
 
     def test_refused(self):

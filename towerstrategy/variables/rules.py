@@ -57,4 +57,4 @@ def set_rule(strategy: tf.distribute.Strategy, variable: Any, rule: str) -> None
     held._extreme = rule
     if isinstance(held, tower_local.TowerLocalVariable):
         # So that a value assigned from outside of towers goes to each part, not to one part.
-        held._aggregation = one_copy.Aggregation.ONLY_FIRST_REPLICA
+        held._aggregation = one_copy.Aggregation.MEAN
