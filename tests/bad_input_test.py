@@ -88,9 +88,9 @@ class DevicesTest(parameterized.TestCase):
         self.assertIn("The devices here: CPU:0, CPU:1", str(caught.exception))
 
     @parameterized.parameters(
-        ([1], ValueError, r"a number for each of the 2 devices, but got 1: \[1\].*CPU:0, CPU:1"),
-        ([1, 2, 3], ValueError, "a number for each of the 2 devices, but got 3"),
-        ([], ValueError, "a number for each of the 2 devices, but got 0"),
+        ([1], ValueError, r"a number for each of the 2 towers, but got 1: \[1\].*CPU:0, CPU:1"),
+        ([1, 2, 3], ValueError, "a number for each of the 2 towers, but got 3"),
+        ([], ValueError, "a number for each of the 2 towers, but got 0"),
         ([1, 0], ValueError, "above 0 and finite, but got 0 for CPU:1.*leave it out"),
         ([0, 0], ValueError, "above 0 and finite, but got 0 for CPU:0"),
         ([-1, 2], ValueError, "above 0 and finite, but got -1 for CPU:0"),

@@ -556,6 +556,26 @@ class FunctionTest(parameterized.TestCase):
             value = loss(strategy.split(X))
         np.testing.assert_allclose(tape.gradient(value, weight), [18.0, 27.0], rtol=1e-6)
 
+    def test_second_gradients_of_loops_in_functions(self):
+        """Else a gradient penalty of tf_keras' LSTM, whose loop is in a function, is a KeyError."""
+        looped = tf.function(lambda x, w: tf.while_loop(
+            lambda number, _: number < 3, lambda number, h: (number + 1, tf.tanh(x + h * w)),
+            [0, tf.zeros_like(x)])[1], autograph=False)
+
+        def step(x):
+            w = tf.constant(1.3)
+            with tf.GradientTape() as outer:
+                outer.watch(w)
+                with tf.GradientTape() as inner:
+                    inner.watch(x)
+                    y = looped(x, w)
+                penalty = tf.reduce_mean(inner.gradient(y, x) ** 2)
+            return outer.gradient(penalty, w)
+
+        strategy = strategy_of(3)
+        np.testing.assert_allclose(
+            strategy.function(step)(strategy.split(X)), tf.function(step)(X), rtol=1e-6)
+
     @parameterized.parameters(1, 3)
     def test_methods(self, towers):
         """Else it cannot be put where tf.function is, on a method."""

@@ -74,7 +74,9 @@ def body_of(graph: tf.Graph, name: str, arguments: Sequence[Any] | None = None) 
     """
     function = functions.function_of(graph, name)
     body = getattr(function, "graph", None)
-    if isinstance(body, func_graph_lib.FuncGraph):
+    # The gradient of a loop adds inputs to the graph of its body, and makes a new function of it.
+    if isinstance(body, func_graph_lib.FuncGraph) and len(body.inputs) == len(
+            function.cached_definition.signature.input_arg):
         return body
     return _graph_of(copy.deepcopy(function.cached_definition), graph, arguments)
 

@@ -49,8 +49,8 @@ def _numbers(shares: Any, towers: Sequence[str]) -> tuple[float, ...]:
         shares = np.asarray(shares).tolist()
     refused.check_type("shares", shares, (list, tuple), _CHOICES)
     if len(shares) != len(towers):
-        raise ValueError(f"shares must have a number for each of the {len(towers)} devices, but "
-                         f"got {len(shares)}: {refused.shown(shares)}. The devices: "
+        raise ValueError(f"shares must have a number for each of the {len(towers)} towers, but "
+                         f"got {len(shares)}: {refused.shown(shares)}. The towers: "
                          f"{names.short_names(towers)}.")
     for share, tower in zip(shares, towers):
         where = f"for {names.short_name(tower)} in {refused.shown(shares)}"
