@@ -190,7 +190,7 @@ class DevicesTest(parameterized.TestCase):
 
     @parameterized.parameters(
         (["GPU:0", "CPU:0"], None, None, r"mixes CPU and GPU.*shares=\[...\]"),
-        (["GPU:0", "CPU:0"], None, [9], "a number for each of the 2 devices, but got 1"),
+        (["GPU:0", "CPU:0"], None, [9], "a number for each of the 2 towers, but got 1"),
         (["GPU:0", "CPU:0"], None, [9, 0], "above 0 and finite, but got 0 for CPU:0"),
         (["GPU:0", "CPU:1"], None, [9, 1], "'CPU:1'.*which is not there"),
         (["GPU:0", "CPU:0", 0], None, [9, 1, 1], "names GPU:0 twice"),
