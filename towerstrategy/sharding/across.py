@@ -128,7 +128,7 @@ class Across:
             if any(name in refs for name in operation.output_names):
                 continue
             controls = [nodes[before] for before in operation.controls if before in nodes]
-            in_turn = _tf.has_effect(operation.operation)  # a collective, or draws a key
+            in_turn = _tf.has_effect(operation.operation)  # a collective, or takes its key
             if in_turn and self._last:
                 controls.append(self._last)
             outputs, node = self._builder.copy(

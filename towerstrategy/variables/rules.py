@@ -56,5 +56,6 @@ def set_rule(strategy: tf.distribute.Strategy, variable: Any, rule: str) -> None
                         f"{held.name!r} is of dtype {held.dtype.name}.")
     held._extreme = rule
     if isinstance(held, tower_local.TowerLocalVariable):
-        # So that a value assigned from outside of towers goes to each part, not to one part.
+        # So that a value assigned from outside of towers goes to each part, not to one part, and
+        # value() aggregates the parts.
         held._aggregation = one_copy.Aggregation.MEAN

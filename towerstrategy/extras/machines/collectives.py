@@ -198,8 +198,8 @@ class Machines:
                     for each, value in zip(encoded, values)]
 
     def next_key_in_loops(self) -> tf.Tensor:
-        """An int64 scalar; collectives made later take no key in a loop before this is read."""
-        return tf.cast(self._launcher.next_in_loops, tf.int64)
+        """An int32 scalar; collectives made later take no key in a loop before this is read."""
+        return self._launcher.next_in_loops.read_value()
 
     def _sum_pack(self, values: list[tf.Tensor]) -> list[tf.Tensor]:
         """The sums over the workers of tensors with one wire dtype, by one all-reduce."""

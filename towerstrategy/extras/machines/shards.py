@@ -142,7 +142,7 @@ class Agreement(NamedTuple):
         # An empty iterator raises the error about the end of the data, before a loop's next key is
         # taken: else some workers would have taken more keys than others.
         ended = tf.cond(exists, self._workers.next_key_in_loops,
-                        lambda: iter(tf.data.Dataset.range(0)).get_next())
+                        lambda: iter(tf.data.Dataset.range(0, output_type=tf.int32)).get_next())
         with tf.control_dependencies([ended]):
             local = local if tf.executing_eagerly() else iterators.copied(local)
         return self.element(local, rows)
